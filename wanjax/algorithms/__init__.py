@@ -1,0 +1,1 @@
+"""Algorithms: init(...) -> state, collect(...) -> batch, update(...) -> (state, metrics)."""

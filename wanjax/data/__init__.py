@@ -1,0 +1,1 @@
+"""Prompts, text encoding and cached data sets."""

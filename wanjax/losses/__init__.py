@@ -1,0 +1,1 @@
+"""Losses: arrays and functions in, (loss, aux) out; they never import a model."""

@@ -1,0 +1,1 @@
+"""Rewards: decoded videos and prompts in, one score per sample out."""
