@@ -1,0 +1,377 @@
+"""checkpoint.py: exact round trips, only whole checkpoints count, one config per run folder."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wanjax import checkpoint
+
+
+def make_state(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    lora = {
+        "high": {"blocks/attn1/to_q": {"a": jax.random.normal(keys[0], (2, 8, 4))}},
+        "low": {"to_out.0": {"b": jax.random.normal(keys[1], (2, 4, 8)).astype(jnp.bfloat16)}},
+    }
+    return {
+        "adapters": {"default": lora},
+        "opt": optax.adamw(1e-3).init(lora),
+        "count": jnp.int32(seed),
+        "host": np.arange(3, dtype=np.float64) / 3,
+    }
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+
+
+def assert_bits_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def newest_data_file(run_dir, step):
+    """The largest array file of a checkpoint."""
+    files = [
+        p for p in (run_dir / f"checkpoints/step_{step:08d}/arrays").rglob("d/*") if p.is_file()
+    ]
+    return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_state_and_meta_come_back_bit_for_bit(tmp_path):
+    state = make_state()
+    del state["host"]
+    meta = {"cursor": 12, "lr": 0.1 + 0.2, "schedule": [1.0, 0.9375], "note": "größer"}
+    folder = checkpoint.save(tmp_path, 12, state, meta)
+    assert folder == tmp_path / "checkpoints" / "step_00000012"
+    restored, meta_back = checkpoint.restore(tmp_path, 12, abstract(state))
+    assert_bits_equal(restored, state)
+    assert meta_back == meta
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+
+
+def test_restore_places_leaves_on_the_asked_sharding_of_another_mesh(tmp_path):
+    from_mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    to_mesh = jax.make_mesh(
+        (2, 2),
+        ("data", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )
+    x = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    state = {"w": jax.device_put(x, NamedSharding(from_mesh, P("fsdp")))}
+    checkpoint.save(tmp_path, 0, state, {})
+    target = NamedSharding(to_mesh, P("tensor", "data"))
+    restored, _ = checkpoint.restore(
+        tmp_path, 0, {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=target)}
+    )
+    assert restored["w"].sharding == target
+    np.testing.assert_array_equal(restored["w"], x)
+
+
+def test_leaf_without_sharding_comes_back_uncommitted(tmp_path):
+    checkpoint.save(tmp_path, 0, {"w": jnp.ones(4)}, {})
+    for leaf in (jax.ShapeDtypeStruct((4,), jnp.float32), jnp.ones(4)):
+        restored, _ = checkpoint.restore(tmp_path, 0, {"w": leaf})
+        assert not restored["w"].committed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s["w"].update(a=jnp.ones((3, 2))),
+            r"w/a: got float32\[2, 3\], expected float32\[3, 2\]",
+        ),
+        (
+            lambda s: s["w"].update(a=jnp.ones((2, 3), jnp.bfloat16)),
+            r"w/a: got float32\[2, 3\], expected bfloat16\[2, 3\]",
+        ),
+        (lambda s: s["w"].update(c=jnp.ones(5)), r"w/c: missing, expected float32\[5\]"),
+        (lambda s: s["w"].pop("b"), r"w/b: stored but not expected"),
+    ],
+)
+def test_a_leaf_that_does_not_fit_is_named_in_one_line(tmp_path, change, message):
+    state = {"w": {"a": jnp.ones((2, 3)), "b": jnp.zeros(2)}}
+    checkpoint.save(tmp_path, 1, state, {})
+    change(state)
+    with pytest.raises(ValueError, match=message) as error:
+        checkpoint.restore(tmp_path, 1, abstract(state))
+    assert "\n" not in str(error.value)
+
+
+def test_leaves_and_meta_that_cannot_be_stored_are_refused_before_writing(tmp_path):
+    with pytest.raises(ValueError, match="leaf x/key is ArrayImpl|leaf x/key is PRNGKeyArray"):
+        checkpoint.save(tmp_path, 0, {"x": {"key": jax.random.key(0)}}, {})
+    with pytest.raises(ValueError, match="leaf x is float"):
+        checkpoint.save(tmp_path, 0, {"x": 1.5}, {})
+    with pytest.raises(ValueError, match="meta cannot be written as JSON"):
+        checkpoint.save(tmp_path, 0, {"x": jnp.ones(1)}, {"f": float("nan")})
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_latest_good_is_none_without_checkpoints(tmp_path):
+    assert checkpoint.latest_good(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert checkpoint.latest_good(tmp_path) is None
+
+
+def test_empty_foreign_and_partial_folders_are_named_and_ignored(tmp_path, capsys):
+    checkpoint.save(tmp_path, 3, {"w": jnp.ones(2)}, {})
+    folder = tmp_path / "checkpoints"
+    for name in ("step_00000009", "9", "notes", "tmp-step_00000004"):
+        (folder / name).mkdir()
+    (folder / "tmp-step_00000004" / "half").write_text("x")
+    assert checkpoint.latest_good(tmp_path) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all("not a finished checkpoint" in line for line in lines)
+
+
+def flip_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "bit flip": flip_bit,
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
+    "emptied": lambda p: p.write_bytes(b""),
+    "deleted": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("which", ["data", "_METADATA", "MANIFEST.json"])
+def test_damage_is_found_moved_aside_and_the_step_before_is_used(tmp_path, capsys, kind, which):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"w": jnp.arange(1000.0) * step}, {})
+    folder = tmp_path / "checkpoints/step_00000002"
+    file = newest_data_file(tmp_path, 2) if which == "data" else next(folder.rglob(which))
+    DAMAGE[kind](file)
+    assert checkpoint.latest_good(tmp_path) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    restored, _ = checkpoint.restore(tmp_path, 1, {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)})
+    np.testing.assert_array_equal(restored["w"], jnp.arange(1000.0))
+    if not (which == "MANIFEST.json" and kind == "deleted"):  # then it is merely unfinished
+        assert (tmp_path / "checkpoints/corrupt-step_00000002-0").is_dir()
+
+
+def test_an_edited_manifest_is_damage(tmp_path):
+    checkpoint.save(tmp_path, 5, {"w": jnp.ones(2)}, {"cursor": 5})
+    file = tmp_path / "checkpoints/step_00000005/MANIFEST.json"
+    file.write_text(file.read_text().replace('"cursor": 5', '"cursor": 6'))
+    assert checkpoint.latest_good(tmp_path) is None
+    assert (tmp_path / "checkpoints/corrupt-step_00000005-0").is_dir()
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoint.save(tmp_path, 2, {"w": jnp.zeros(2)}, {"try": 1})
+    checkpoint.save(tmp_path, 2, {"w": jnp.ones(2)}, {"try": 2})
+    restored, meta = checkpoint.restore(tmp_path, 2, {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    assert meta == {"try": 2}
+    np.testing.assert_array_equal(restored["w"], [1.0, 1.0])
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_leftovers_are_removed_by_the_next_save(tmp_path, capsys):
+    for name in ("tmp-step_00000001", "trash-step_00000000"):
+        (tmp_path / "checkpoints" / name / "arrays").mkdir(parents=True)
+    checkpoint.save(tmp_path, 1, {"w": jnp.zeros(2)}, {})
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_prune_keeps_the_last_and_the_multiples(tmp_path):
+    for step in (0, 2, 5, 10, 12, 15, 17):
+        folder = tmp_path / f"checkpoints/step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "MANIFEST.json").write_text("{}")
+    (tmp_path / "checkpoints/notes").mkdir()
+    checkpoint.prune(tmp_path, keep_last=2, keep_every=10)
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["notes", *(f"step_{step:08d}" for step in (0, 10, 15, 17))]
+    with pytest.raises(ValueError, match="keep_last"):
+        checkpoint.prune(tmp_path, keep_last=0)
+
+
+def test_deletion_renames_first(tmp_path, monkeypatch):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"w": jnp.zeros(2)}, {})
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.prune(tmp_path, keep_last=1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "trash-step_00000001",
+    ]
+
+
+def test_too_little_space_is_said_with_numbers_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, {"w": jnp.zeros(2)}, {})
+    usage = type("usage", (), {"free": 100})
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"needs 0\.004 GB .* has 0\.000 GB free"):
+        checkpoint.save(tmp_path, 2, {"w": jnp.zeros(1_000_000)}, {})
+    assert checkpoint.latest_good(tmp_path) == 1
+
+
+WRITER = textwrap.dedent("""
+    import sys, jax.numpy as jnp
+    from wanjax import checkpoint
+    for step in range(1000):
+        state = {"w": jnp.full((64, 64), step, jnp.float32)}
+        checkpoint.save(sys.argv[1], step, state, {"step": step})
+        checkpoint.prune(sys.argv[1], keep_last=2)
+        print(step, flush=True)
+""")
+
+
+def test_a_kill_at_any_instant_leaves_a_good_checkpoint(tmp_path):
+    """SIGKILL a process that saves and prunes without pause; what it reported must verify."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for attempt, steps_before in enumerate((2, 3, 5)):
+        run = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(run)], stdout=subprocess.PIPE, text=True, env=env
+        )
+        for _ in range(steps_before):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        reported = [int(line) for line in process.stdout] or [steps_before - 1]
+        process.wait()
+        step = checkpoint.latest_good(run)
+        assert step >= reported[-1]
+        restored, meta = checkpoint.restore(
+            run, step, {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+        )
+        assert meta == {"step": step}
+        assert np.all(np.asarray(restored["w"]) == step)
+        assert not list(run.glob("checkpoints/corrupt-*"))
+
+
+TWO_PROCESSES = textwrap.dedent("""
+    import sys, jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from wanjax import checkpoint
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    run, port, rank = sys.argv[1:]
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    make = jax.jit(lambda: {"w": jnp.arange(16.0)}, out_shardings={"w": sharding})
+    assert checkpoint.claim(run, {"seed": 0}, resume=True) is False
+    assert checkpoint.latest_good(run) is None
+    for step in (1, 2, 3):
+        checkpoint.save(run, step, make(), {"step": step})
+        checkpoint.prune(run, keep_last=2)
+    assert checkpoint.latest_good(run) == 3
+    state, meta = checkpoint.restore(run, 3, jax.eval_shape(make) | {"w": make()["w"]})
+    assert state["w"].sharding == sharding and meta == {"step": 3}
+    for shard in state["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.arange(16.0)[shard.index])
+    try:
+        checkpoint.claim(run, {"seed": 1}, resume=True)
+    except ValueError:
+        assert jax.process_index() == 0
+    except RuntimeError as error:
+        assert jax.process_index() == 1 and "process 0" in str(error)
+    else:
+        raise AssertionError("a run of another config was taken")
+    print("done")
+""")
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint_that_one_process_can_read(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    run = tmp_path / "run"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", TWO_PROCESSES, str(run), str(port)]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(
+            [*command, rank], env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [output.splitlines()[-1] for output in outputs] == ["done", "done"], "\n".join(outputs)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000003",
+    ]
+    state, _ = checkpoint.restore(run, 3, {"w": jax.ShapeDtypeStruct((16,), jnp.float32)})
+    np.testing.assert_array_equal(state["w"], np.arange(16.0))
+
+
+CONFIG = {
+    "seed": 0,
+    "steps": 10,
+    "lora": {"rank": 8, "experts": ("high", "low")},
+    "wandb": {"mode": "off"},
+}
+
+
+def test_claim_writes_the_config_once_and_resumes_with_the_same(tmp_path):
+    run = tmp_path / "run"
+    assert checkpoint.claim(run, CONFIG, resume=True) is False
+    text = (run / "config.json").read_text()
+    assert json.loads(text)["lora"] == {"rank": 8, "experts": ["high", "low"]}
+    assert checkpoint.claim(run, CONFIG, resume=True) is True
+    assert (run / "config.json").read_text() == text
+
+
+def test_claim_refuses_another_config_and_lists_the_keys(tmp_path):
+    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
+    other = {**CONFIG, "lora": {"rank": 16, "experts": ("high",)}, "extra": None}
+    with pytest.raises(ValueError) as error:
+        checkpoint.claim(tmp_path / "run", other, resume=True)
+    message = str(error.value)
+    assert "lora.rank: 8 -> 16" in message
+    assert 'lora.experts: ["high", "low"] -> ["high"]' in message
+    assert "extra: (absent) -> null" in message
+    assert "\n" not in message
+
+
+def test_claim_lets_only_the_named_keys_vary(tmp_path, capsys):
+    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
+    longer = {**CONFIG, "steps": 20, "wandb": {"mode": "offline"}}
+    assert checkpoint.claim(tmp_path / "run", longer, resume=True) is True
+    assert "steps 10 -> 20" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/config.json").read_text())["steps"] == 20
+
+
+def test_claim_refuses_folders_that_are_not_its_own(tmp_path):
+    (tmp_path / "photo.jpg").write_text("x")
+    with pytest.raises(ValueError, match=r"holds photo\.jpg"):
+        checkpoint.claim(tmp_path, CONFIG, resume=True)
+    with pytest.raises(ValueError, match="is a file"):
+        checkpoint.claim(tmp_path / "photo.jpg", CONFIG, resume=True)
+    checkpoint.claim(tmp_path / "run", CONFIG, resume=False)
+    with pytest.raises(ValueError, match="already holds a run"):
+        checkpoint.claim(tmp_path / "run", CONFIG, resume=False)
+    (tmp_path / "run/config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        checkpoint.claim(tmp_path / "run", CONFIG, resume=True)

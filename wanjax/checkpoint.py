@@ -1,0 +1,403 @@
+"""Checkpoints that survive a kill at any instant, and the guard of a run folder's config.
+
+    run_dir/config.json                      the resolved config, see `claim`
+    run_dir/checkpoints/step_00000012/
+        arrays/                              the state, written by Orbax
+        MANIFEST.json                        step, meta, leaf shapes and dtypes, file sizes, crc32
+    run_dir/checkpoints/tmp-*                being written
+                        trash-*              being deleted
+                        corrupt-*            failed verification, kept for a look
+
+Orbax commits atomically, but it restores flipped bits without notice, lists empty folders, casts
+dtypes silently and deletes in place. So a checkpoint counts only with a manifest whose digests
+match, every rename is of a complete folder, and leaves are compared with the manifest before Orbax
+reads them. Random keys are not state: they derive from (seed, step, purpose).
+
+Several processes must share the file system and call `save`, `latest_good`, `restore`, `prune` and
+`claim` together.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+FORMAT = 1
+_MANIFEST = "MANIFEST.json"
+_STEP = re.compile(r"step_(\d{8,})")
+
+# Config keys (dotted; a key also covers everything below it) that may differ when a run continues.
+VARIABLE_KEYS = (
+    "steps",
+    "log_every",
+    "save_every",
+    "sample_every",
+    "eval_every",
+    "report_every",
+    "keep_last",
+    "keep_every",
+    "wandb",
+    "tensorboard",
+    "resume",
+)
+
+
+def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
+    """Write `state` (pytree of arrays) and `meta` (JSON) as checkpoint `step`; return its folder.
+
+    The folder gets its final name only when complete and on disk; one of the same step is replaced.
+    Raises ValueError for a leaf that is no array or meta that is not JSON, OSError for a full disk.
+    """
+    meta_text = _dump(meta, "checkpoint meta")
+    leaves = {path: _array(path, leaf) for path, leaf in _flatten(state).items()}
+    folder = pathlib.Path(run_dir).absolute() / "checkpoints"
+    tmp, final = folder / f"tmp-{_name(step)}", folder / _name(step)
+    _on_first_process(lambda: _make_room(folder, leaves))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp / "arrays", args=ocp.args.PyTreeSave(leaves))
+    _on_first_process(lambda: _commit(tmp, final, step, leaves, json.loads(meta_text)))
+    return final
+
+
+def latest_good(run_dir) -> int | None:
+    """Return the newest step whose manifest and digests verify, or None.
+
+    Folders that are no finished checkpoint are named on the console and ignored; one whose content
+    differs from its manifest is renamed to corrupt-* and the search goes on with the step before.
+    """
+    step = _on_first_process(lambda: _search(pathlib.Path(run_dir) / "checkpoints"))
+    return None if step < 0 else step
+
+
+def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
+    """Return (state, meta) of `step`, leaves placed as those of `abstract_state` are.
+
+    A leaf of `abstract_state` is an array or a ShapeDtypeStruct; one without sharding, or of an
+    uncommitted array, comes back uncommitted on the default device. Raises ValueError naming the
+    leaves that are missing, left over, or of another shape or dtype.
+    """
+    folder = pathlib.Path(run_dir).absolute() / "checkpoints" / _name(step)
+    body = _read_manifest(folder)
+    if body is None:
+        raise ValueError(f"{folder} is no finished checkpoint (no valid {_MANIFEST})")
+    wanted = _flatten(abstract_state)
+    _compare(folder, body["leaves"], wanted)
+    args = {path: _restore_args(leaf) for path, leaf in wanted.items()}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(
+            folder / "arrays", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args)
+        )
+    leaves = [jnp.asarray(arrays[path]) for path in wanted]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), body["meta"]
+
+
+def prune(run_dir, keep_last: int, keep_every: int = 0) -> None:
+    """Delete all but the newest `keep_last` steps and the multiples of `keep_every` (0: none)."""
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, got {keep_last}; set config.keep_last")
+    folder = pathlib.Path(run_dir) / "checkpoints"
+    old = sorted(_steps(folder))[:-keep_last]
+    gone = [step for step in old if not (keep_every and step % keep_every == 0)]
+    _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
+
+
+def claim(run_dir, config: dict[str, Any], resume: bool) -> bool:
+    """Take `run_dir` for a run of `config`, write config.json; return True if a run continues.
+
+    Only the keys in VARIABLE_KEYS may differ from those the run was started with. Raises ValueError
+    for a folder that holds another run or anything else, and, when `resume` is False, any run.
+    """
+    return bool(_on_first_process(lambda: _claim(pathlib.Path(run_dir), config, resume)))
+
+
+def write_json(path, value) -> None:
+    """Write `value` to `path`; a reader or a crash sees the old file or the new, never a part."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    with open(tmp, "w", encoding="utf-8") as file:
+        file.write(_dump(value, str(path)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(tmp, path)
+    _fsync_folder(path.parent)
+
+
+def _claim(run_dir, config, resume):
+    file = run_dir / "config.json"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run folder {run_dir} is a file; choose another name for the run")
+    if not file.exists():
+        if run_dir.is_dir() and (others := sorted(p.name for p in run_dir.iterdir())):
+            raise ValueError(
+                f"run folder {run_dir} has no config.json but holds {', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}; choose another name for the run"
+            )
+        write_json(file, config)
+        return False
+    if not resume:
+        raise ValueError(
+            f"run folder {run_dir} already holds a run; "
+            "choose another name, let it resume, or move it away"
+        )
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is not JSON ({error}); repair it or move {run_dir} away"
+        ) from None
+    new = json.loads(_dump(config, "config"))
+    changes = _differences(old, new)
+    fixed = {key: change for key, change in changes.items() if not _may_vary(key)}
+    if fixed:
+        listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
+        raise ValueError(
+            f"run folder {run_dir} was started with another config ({listed}); "
+            "set these keys back, choose another name for the run, or move the folder away"
+        )
+    for key, (a, b) in changes.items():
+        print(f"checkpoint: {run_dir.name} continues with {key} {a} -> {b}", flush=True)
+    if changes:
+        write_json(file, new)
+    return True
+
+
+def _differences(old, new):
+    old, new = _dotted(old), _dotted(new)
+    keys = [*old, *(key for key in new if key not in old)]
+    show = lambda flat, key: (
+        json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"
+    )
+    return {k: (show(old, k), show(new, k)) for k in keys if show(old, k) != show(new, k)}
+
+
+def _dotted(config, prefix=""):
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(_dotted(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _may_vary(key):
+    return any(key == name or key.startswith(name + ".") for name in VARIABLE_KEYS)
+
+
+def _make_room(folder, leaves):
+    """Remove what interrupted saves and deletions left, then check the free space."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(("tmp-", "trash-")):
+            print(f"checkpoint: removing {path}, left by an interrupted run", flush=True)
+            shutil.rmtree(path)
+    need = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(
+            f"checkpoint needs {need / 1e9:.3f} GB but {folder} has {free / 1e9:.3f} GB free; "
+            "free some space, or lower config.keep_last"
+        )
+
+
+def _commit(tmp, final, step, leaves, meta):
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "meta": meta,
+        "leaves": {path: [list(leaf.shape), leaf.dtype.name] for path, leaf in leaves.items()},
+        "files": {name: _digest(tmp / name, sync=True) for name in _files(tmp)},
+    }
+    write_json(tmp / _MANIFEST, {"crc32": _crc(body), "body": body})
+    for folder in {(tmp / name).parent for name in body["files"]}:
+        _fsync_folder(folder)
+    if final.exists():
+        _delete(final)
+    os.rename(tmp, final)
+    _fsync_folder(final.parent)
+
+
+def _search(folder):
+    for name in _unfinished(folder):
+        print(f"checkpoint: ignoring {folder / name}, not a finished checkpoint", flush=True)
+    for step in sorted(_steps(folder), reverse=True):
+        path = folder / _name(step)
+        fault = _fault(path)
+        if fault is None:
+            return step
+        aside = next(
+            p for n in range(10**6) if not (p := folder / f"corrupt-{path.name}-{n}").exists()
+        )
+        os.rename(path, aside)
+        print(f"checkpoint: {path} is damaged ({fault}); moved to {aside.name}", flush=True)
+    return -1
+
+
+def _fault(path):
+    """Say how a checkpoint folder differs from its manifest, or None."""
+    body = _read_manifest(path)
+    if body is None:
+        return f"{_MANIFEST} does not match its digest"
+    for name, (size, crc) in body["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, expected {size}"
+        if _digest(file)[1] != crc:
+            return f"{name} has another crc32 than when written"
+    return None
+
+
+def _steps(folder):
+    """Steps of the folders that have a manifest; what it says is not yet checked."""
+    return [int(_STEP.fullmatch(name)[1]) for name in _committed(folder)]  # type: ignore[index]
+
+
+def _committed(folder):
+    if not folder.is_dir():
+        return []
+    names = sorted(path.name for path in folder.iterdir())
+    return [
+        name for name in names if _STEP.fullmatch(name) and (folder / name / _MANIFEST).is_file()
+    ]
+
+
+def _unfinished(folder):
+    if not folder.is_dir():
+        return []
+    return sorted(
+        {p.name for p in folder.iterdir() if not p.name.startswith("corrupt-")}
+        - {*_committed(folder)}
+    )
+
+
+def _read_manifest(path):
+    try:
+        wrapped = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if wrapped["crc32"] != _crc(wrapped["body"]):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    body = wrapped["body"]
+    if body["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {body['format']}, this version reads {FORMAT}"
+        )
+    return body
+
+
+def _compare(folder, stored, wanted):
+    faults = []
+    for path, leaf in wanted.items():
+        expected = f"{leaf.dtype.name}{list(leaf.shape)}"
+        if path not in stored:
+            faults.append(f"{path}: missing, expected {expected}")
+        elif (got := f"{stored[path][1]}{stored[path][0]}") != expected:
+            faults.append(f"{path}: got {got}, expected {expected}")
+    faults += [f"{path}: stored but not expected" for path in stored if path not in wanted]
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ValueError(
+            f"{folder} does not fit the configured model: {'; '.join(faults[:5])}{more}; "
+            "use the config the run was started with"
+        )
+
+
+def _restore_args(leaf):
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _flatten(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _array(path, leaf):
+    if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(leaf)
+    raise ValueError(
+        f"checkpoint leaf {path} is {type(leaf).__name__}, expected an array of numbers"
+    )
+
+
+def _on_first_process(fn: Callable[[], Any]):
+    """Run fn on process 0; the others wait and get its int, or 0. A failure there fails all."""
+    if jax.process_count() == 1:
+        return fn()
+    error, result = None, None
+    if jax.process_index() == 0:
+        try:
+            result = fn()
+        except Exception as caught:  # the others must learn of it before this process raises it
+            error = caught
+    number = result if isinstance(result, int) else 0
+    failed, number = multihost_utils.broadcast_one_to_all(
+        np.array([error is not None, number], np.int32)
+    )
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("process 0 failed in a checkpoint operation; its own message says why")
+    return int(number)
+
+
+def _delete(path):
+    """Rename, then delete: a kill in between leaves no folder that looks like a checkpoint."""
+    trash = path.with_name(f"trash-{path.name}")
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def _name(step):
+    return f"step_{step:08d}"
+
+
+def _files(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _digest(path, sync=False):
+    """Return [bytes, crc32] of a file, after forcing it to disk where asked."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while chunk := file.read(1 << 22):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _crc(value):
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _dump(value, what):
+    try:
+        return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _fsync_folder(folder):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
