@@ -1,0 +1,108 @@
+"""The device mesh, the one table from logical to mesh axes, and sharded placement.
+
+Every array dimension has a logical name; `RULES` says which mesh axes hold it. A single device is
+the 1x1x1x1x1 mesh, so the same program runs anywhere. Batch over data x fsdp, tokens over
+context, weights over fsdp x context, heads and ffn over tensor, blocks over stage.
+"""
+
+import contextlib
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wanjax import trees
+
+AXES = ("data", "fsdp", "context", "tensor", "stage")
+
+RULES: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "batch": ("data", "fsdp"),
+    "tokens": ("context",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": ("fsdp", "context"),  # the weight dimension that is gathered before use
+    "layers": (),  # scanned blocks; `stage` splits them only inside the pipelined form
+}
+
+
+def make_mesh(shape: dict[str, int] | None = None, devices=None) -> Mesh:
+    """Build the mesh {axis: size}; one axis may be -1 and takes the devices that are left.
+
+    Raises ValueError when a name is unknown or the sizes do not multiply to the number of devices.
+    """
+    shape = dict(shape or {})
+    devices = list(jax.devices() if devices is None else devices)
+    unknown = sorted(set(shape) - set(AXES))
+    if unknown:
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; set config.mesh to some of {AXES}")
+    sizes = {axis: shape.get(axis, 1) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"mesh {shape} needs sizes >= 1 and at most one -1; change config.mesh")
+    if free:
+        sizes[free[0]] = max(len(devices) // fixed, 1)
+    total = math.prod(sizes.values())
+    if total != len(devices):
+        raise ValueError(
+            f"mesh {sizes} has {total} places but {len(devices)} devices are present; "
+            "change config.mesh (one axis may be -1 to take the rest)"
+        )
+    grid = np.asarray(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def use_mesh(mesh: Mesh | None):
+    """Context in which `constrain` and the attention wrapper see the mesh; None gives plain
+    single-device code."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def mesh_shape() -> dict[str, int]:
+    """Sizes of the mesh in use ({} when none is)."""
+    return dict(jax.sharding.get_abstract_mesh().shape)
+
+
+def spec(*logical: str | None) -> P:
+    """PartitionSpec of an array whose dimensions have these logical names."""
+    used: list[str] = []
+    entries = []
+    for name in logical:
+        axes = RULES[name]
+        clash = set(axes) & set(used)
+        if clash:
+            raise ValueError(f"mesh axis {sorted(clash)[0]!r} serves two dimensions of {logical}")
+        used.extend(axes)
+        entries.append(axes if len(axes) > 1 else (axes[0] if axes else None))
+    return P(*entries)
+
+
+def constrain(x, *logical: str | None):
+    """Pin the layout of an activation on the mesh in use; does nothing without a mesh."""
+    if not mesh_shape():
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*logical))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def tree_shardings(mesh: Mesh, tree, axes_of):
+    """Shardings for a parameter tree; axes_of(path, leaf) gives the logical axes of a leaf.
+
+    A dimension that its mesh axes do not divide stays replicated (small vectors, odd heads).
+    """
+
+    def sharding(path, leaf):
+        entries = []
+        for size, entry in zip(leaf.shape, spec(*axes_of(path, leaf)), strict=False):
+            names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            ways = math.prod(mesh.shape[name] for name in names)
+            entries.append(entry if size % ways == 0 else None)
+        return NamedSharding(mesh, P(*entries))
+
+    return trees.map_paths(sharding, tree)
