@@ -1,4 +1,4 @@
-"""data/prompts.py: what a prompts file may hold, and a stream that is a pure function of the step."""
+"""data/prompts.py: what a prompts file may hold; a stream that is a function of the step."""
 
 import collections
 import json

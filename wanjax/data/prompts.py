@@ -1,9 +1,9 @@
 """Prompt files and the endless, seeded, random-access stream of prompts that rollouts draw from.
 
-Each epoch is a fresh permutation of all prompts (grain's shuffle, a function of seed and position), so
-the batch of a step is a function of (prompts, batch, seed, step). The cursor of a run is therefore one
-integer, the step, whatever the number of hosts; how many samples a prompt gets (the group size) is up
-to the algorithm.
+Each epoch is a fresh permutation of all prompts (grain's shuffle, a function of seed and position),
+so the batch of a step is a function of (prompts, batch, seed, step). The cursor of a run is therefore
+one integer, the step, whatever the number of hosts; how many samples a prompt gets (the group size)
+is up to the algorithm.
 """
 
 import pathlib
@@ -23,10 +23,10 @@ def load_prompts(path) -> tuple[str, ...]:
     if not path.is_file():
         raise ValueError(f"no prompts file at {path}; set config.prompts to a text file")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    lines = [line.strip() for line in lines]
+    lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
     prompts = tuple(line for line in lines if line and not line.startswith("#"))
     if not prompts:
         raise ValueError(f"{path} holds no prompt in its {len(lines)} lines; expected one a line")
@@ -68,13 +68,13 @@ class PromptStream:
         return {"step": step, "batch": self.batch, "seed": self.seed, "prompts_crc32": digest}
 
     def resume(self, state: dict[str, int]) -> int:
-        """Return the next step from a saved state. Raises ValueError if the stream is another one."""
+        """Return the next step of a saved state; ValueError if it is of another stream."""
         expected = self.state(state["step"])
         changed = [key for key in expected if state.get(key) != expected[key]]
         if changed:
             listed = ", ".join(f"{key} {state.get(key)} -> {expected[key]}" for key in changed)
             raise ValueError(
                 f"the prompts of this run have changed since its checkpoint ({listed}); "
-                "restore the prompts file and the prompts per step, or start a run with another name"
+                "restore the prompts file and the prompts per step, or choose another run name"
             )
         return state["step"]
