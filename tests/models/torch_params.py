@@ -2,7 +2,7 @@
 
 A leaf keeps its state-dict name except for the last component, which the module type decides:
 Linear and Conv `weight` -> `kernel` (input axis before output axis, spatial axes first),
-Embedding `weight` -> `embedding`, any other (norm) `weight` -> `scale`. `gamma` loses its unit axes.
+Embedding `weight` -> `embedding`, any other (norm) `weight` -> `scale`; `gamma` becomes flat.
 """
 
 import jax.numpy as jnp
