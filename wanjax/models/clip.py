@@ -1,0 +1,157 @@
+"""CLIP vision tower, the image conditioning of Wan2.1 I2V and FLF2V.
+
+A pre-norm ViT: patches and a class token plus learned positions, a LayerNorm, then layers
+    x ← x + attention(norm1(x))        x ← x + fc2(act(fc1(norm2(x))))
+Wan reads the tokens *before the last layer* (hidden_states[-2], 31 of 32), without a final norm.
+
+Paper: https://arxiv.org/abs/2103.00020. Oracle: transformers.CLIPVisionModel. Matmuls run in the
+dtype of the parameters; LayerNorm and softmax in float32.
+
+B batch  H W image height/width  C colour  S tokens (class first, Q: the same as queries)
+E width  N heads  K head dim  F ffn
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+# Colour statistics of OpenAI's CLIP training images, for RGB in [0,1].
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+
+ACTIVATIONS = {
+    "gelu": partial(nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
+}
+
+
+@dataclass(frozen=True)
+class CLIPVisionConfig:
+    """Fields as in transformers' CLIPVisionConfig; the defaults are ViT-H/14, used by Wan2.1."""
+
+    hidden_size: int = 1280
+    intermediate_size: int = 5120
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 16
+    image_size: int = 224
+    patch_size: int = 14
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+
+
+def init(key, config: CLIPVisionConfig):
+    """Return float32 parameters of the whole tower, the last layer and post_layernorm included."""
+    E, p = config.hidden_size, config.patch_size
+    positions = (config.image_size // p) ** 2 + 1
+    k_class, k_patch, k_position, k_layer = jax.random.split(key, 4)
+    normal = lambda k, std, *shape: std * jax.random.normal(k, shape)
+    norm = lambda: {"scale": jnp.ones(E), "bias": jnp.zeros(E)}
+    init_layer = lambda k: Layer(config).init(k, jnp.zeros((1, 1, E)))["params"]
+    return {
+        "embeddings": {
+            "class_embedding": normal(k_class, E**-0.5, E),
+            "patch_embedding": {"kernel": normal(k_patch, 0.02, p, p, 3, E)},
+            "position_embedding": {"embedding": normal(k_position, 0.02, positions, E)},
+        },
+        "pre_layrnorm": norm(),  # spelt like this in every checkpoint
+        "encoder": {
+            "layers": jax.vmap(init_layer)(jax.random.split(k_layer, config.num_hidden_layers)),
+        },
+        "post_layernorm": norm(),
+    }
+
+
+def encode_image(params, pixels_BHWC, *, config: CLIPVisionConfig):
+    """Return the penultimate tokens_BSE, S = 1 + (image_size/patch_size)², class token first.
+
+    pixels_BHWC comes from `preprocess`; raises ValueError unless it is image_size square.
+    """
+    x_BSE = _embed(params, pixels_BHWC, config)
+
+    def layer(x_BSE, layer_params):
+        return Layer(config).apply({"params": layer_params}, x_BSE), None
+
+    all_but_last = jax.tree.map(lambda leaf: leaf[:-1], params["encoder"]["layers"])
+    return jax.lax.scan(layer, x_BSE, all_but_last)[0]
+
+
+def preprocess(x_BHWC, *, config: CLIPVisionConfig):
+    """Turn RGB frames in [-1,1] of any size into normalised square pixels_BHWC, float32.
+
+    The shorter side is resized to image_size (bicubic with antialiasing) and the centre is cut
+    out, as the image processor of the diffusers pipeline does. Wan's original code instead
+    squeezes the whole frame into the square without antialiasing, so its features see the borders
+    that this crop drops.
+    """
+    B, H, W, C = x_BHWC.shape
+    size = config.image_size
+    h, w = size * H // min(H, W), size * W // min(H, W)
+    x_BHWC = (x_BHWC.astype(jnp.float32) + 1) / 2
+    # Bicubic weights overshoot at edges; 8-bit images clip there.
+    x_BHWC = jnp.clip(jax.image.resize(x_BHWC, (B, h, w, C), "cubic", antialias=True), 0, 1)
+    top, left = (h - size) // 2, (w - size) // 2
+    x_BHWC = x_BHWC[:, top : top + size, left : left + size]
+    mean_C, std_C = jnp.array(MEAN), jnp.array(STD)
+    return (x_BHWC - mean_C[None, None, None]) / std_C[None, None, None]
+
+
+class Layer(nn.Module):
+    """Pre-norm self-attention and MLP; parameter names as in transformers' CLIPEncoderLayer."""
+
+    config: CLIPVisionConfig
+
+    @nn.compact
+    def __call__(self, x_BSE):
+        c = self.config
+        if c.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act {c.hidden_act!r} of the image encoder is not one of "
+                f"{sorted(ACTIVATIONS)}; check image_encoder/config.json"
+            )
+        E, N = c.hidden_size, c.num_attention_heads
+        heads = lambda y_BSE: y_BSE.reshape(*y_BSE.shape[:2], N, E // N)
+
+        n_BSE = _norm(c, "layer_norm1")(x_BSE)
+        q_BQNK = heads(nn.Dense(E, name="self_attn.q_proj")(n_BSE))
+        k_BSNK = heads(nn.Dense(E, name="self_attn.k_proj")(n_BSE))
+        v_BSNK = heads(nn.Dense(E, name="self_attn.v_proj")(n_BSE))
+        s_BNQS = jnp.einsum("BQNK,BSNK->BNQS", q_BQNK, k_BSNK, preferred_element_type=jnp.float32)
+        a_BNQS = jax.nn.softmax(s_BNQS * (E // N) ** -0.5, axis=-1).astype(x_BSE.dtype)
+        y_BQNK = jnp.einsum("BNQS,BSNK->BQNK", a_BNQS, v_BSNK)
+        x_BSE = x_BSE + nn.Dense(E, name="self_attn.out_proj")(y_BQNK.reshape(x_BSE.shape))
+
+        n_BSE = _norm(c, "layer_norm2")(x_BSE)
+        h_BSF = ACTIVATIONS[c.hidden_act](nn.Dense(c.intermediate_size, name="mlp.fc1")(n_BSE))
+        return x_BSE + nn.Dense(E, name="mlp.fc2")(h_BSF)
+
+
+def _embed(params, pixels_BHWC, config):
+    """Patch, class and position embeddings, normalised: the input of the first layer."""
+    B, H, W, _ = pixels_BHWC.shape
+    size, p, E = config.image_size, config.patch_size, config.hidden_size
+    if (H, W) != (size, size):
+        raise ValueError(
+            f"the image encoder got {H}x{W} pixels but its image_size is {size}; "
+            "call clip.preprocess on the frames first"
+        )
+    embeddings = params["embeddings"]
+    kernel = embeddings["patch_embedding"]["kernel"]
+    x_BHWE = jax.lax.conv_general_dilated(
+        pixels_BHWC.astype(kernel.dtype),
+        kernel,
+        window_strides=(p, p),
+        padding="VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    class_B1E = jnp.broadcast_to(embeddings["class_embedding"], (B, 1, E))
+    x_BSE = jnp.concatenate([class_B1E, x_BHWE.reshape(B, -1, E)], axis=1)
+    x_BSE = x_BSE + embeddings["position_embedding"]["embedding"][None]
+    return _norm(config, None).apply({"params": params["pre_layrnorm"]}, x_BSE)
+
+
+def _norm(config, name):
+    # The two-pass variance: E[x²] − E[x]² loses digits where the mean is large.
+    return nn.LayerNorm(epsilon=config.layer_norm_eps, use_fast_variance=False, name=name)
