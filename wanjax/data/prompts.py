@@ -1,7 +1,7 @@
 """Prompt files and the endless, seeded, random-access stream of prompts that rollouts draw from.
 
 Each epoch is a fresh permutation of all prompts (grain's shuffle, a function of seed and position),
-so the batch of a step is a function of (prompts, batch, seed, step). The cursor of a run is therefore
+so the batch of a step is a function of (prompts, batch, seed, step). The cursor of a run is then
 one integer, the step, whatever the number of hosts; how many samples a prompt gets (the group size)
 is up to the algorithm.
 """

@@ -1,0 +1,81 @@
+"""data/video.py: files that standard decoders read back as the frames, the same bytes each time."""
+
+import json
+
+import imageio.v3 as iio
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from wanjax.data import video
+
+
+def moving_square(frames=9, height=32, width=48):
+    clip = np.full((frames, height, width, 3), 200, np.uint8)
+    for t in range(frames):
+        clip[t, 8:20, 2 + 3 * t : 14 + 3 * t] = (200, 30, 30)
+    return clip
+
+
+def decode(path):
+    return np.stack(list(iio.imiter(path, plugin="FFMPEG")))
+
+
+def test_mp4_decodes_to_the_frames_at_the_given_rate(tmp_path):
+    clip = moving_square()
+    video.write_mp4(tmp_path / "a.mp4", clip, fps=16)
+    decoded = decode(tmp_path / "a.mp4")
+    assert decoded.shape == clip.shape
+    assert np.abs(decoded.astype(int) - clip).mean() < 3  # lossy, and chroma at half resolution
+    meta = next(imageio_ffmpeg.read_frames(str(tmp_path / "a.mp4")))
+    assert meta["fps"] == 16 and meta["codec"] == "h264" and meta["pix_fmt"].startswith("yuv420p")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
+
+
+def test_odd_sides_are_padded_and_scale_repeats_pixels(tmp_path):
+    clip = moving_square(3, 31, 47)
+    video.write_mp4(tmp_path / "odd.mp4", clip, fps=8)
+    assert decode(tmp_path / "odd.mp4").shape == (3, 32, 48, 3)
+    video.write_mp4(tmp_path / "big.mp4", clip, fps=8, scale=4)
+    big = decode(tmp_path / "big.mp4")
+    assert big.shape == (3, 124, 188, 3)
+    assert np.abs(big[:, 2::4, 2::4].astype(int) - clip).mean() < 3
+
+
+def test_same_frames_give_the_same_bytes(tmp_path):
+    for name in ("a.mp4", "b.mp4"):
+        video.write_mp4(tmp_path / name, moving_square(), fps=16)
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [np.zeros((2, 8, 8, 3)), np.zeros((8, 8, 3), np.uint8), np.zeros((0, 8, 8, 3), np.uint8)],
+)
+def test_wrong_frames_are_refused_with_their_shape(tmp_path, frames):
+    with pytest.raises(ValueError, match=r"expected uint8\[T, H, W, 3\]"):
+        video.write_mp4(tmp_path / "a.mp4", frames, fps=8)
+
+
+def test_grid_shows_first_and_last_frame_of_each_video(tmp_path):
+    clips = [moving_square(), moving_square()[::-1]]
+    video.frame_grid(tmp_path / "grid.png", clips, columns=3)
+    grid = iio.imread(tmp_path / "grid.png")
+    assert grid.shape == (2 * 34 - 2, 3 * 50 - 2, 3)
+    np.testing.assert_array_equal(grid[:32, :48], clips[0][0])
+    np.testing.assert_array_equal(grid[:32, 100:], clips[0][-1])
+    np.testing.assert_array_equal(grid[34:, :48], clips[1][0])
+
+
+def test_samples_folder_holds_videos_prompts_and_scores(tmp_path):
+    clips = [moving_square(3)] * 2
+    folder = video.write_samples(
+        tmp_path, 40, clips, ["a", "größer"], fps=8, scores=[{"reward": 0.5}, {"reward": 1.0}]
+    )
+    assert folder == tmp_path / "samples/step_000040"
+    names = ["000.mp4", "000.txt", "001.mp4", "001.txt", "scores.json"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert (folder / "001.txt").read_text(encoding="utf-8") == "größer\n"
+    assert json.loads((folder / "scores.json").read_text())[1] == {"reward": 1.0}
+    with pytest.raises(ValueError, match="2 videos, 1 prompts"):
+        video.write_samples(tmp_path, 0, clips, ["a"], fps=8)
