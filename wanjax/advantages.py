@@ -1,0 +1,104 @@
+"""Group-relative advantages on the host, in float64.
+
+A = (r − mean) / denominator, per prompt group of K samples or over the batch. The reference
+implementations differ only in scope, ddof and epsilon, which matters for small groups (K = 2: ±1
+against ±0.71):
+
+  preset            mean   std    ddof  denominator           source
+  flow_grpo         group  group  0     std + 1e-4            Flow-GRPO (2505.05470), per-prompt std
+  flow_grpo_global  group  batch  0     std + 1e-4            Flow-GRPO, global_std
+  miles             group  group  1     std + 1e-4            miles
+  dance             group  group  1     std + 1e-8            DanceGRPO (2505.07818)
+  unirl             group  group  0     sqrt(var + 1e-8)      UniRL
+  gdpo              group  group  0     max(std, 1e-6)        Flow-Factory's GDPO:
+                    each reward on its own, then the weighted sum, then the same over the batch
+
+Dimensions: M rewards, P prompts, K samples of one prompt.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One normalisation: scopes "group" or "batch" (std None = centre only), ddof and epsilon.
+
+    eps_in says where eps enters: "std" adds it, "var" adds it under the root, "floor" is a maximum.
+    """
+
+    mean: str = "group"
+    std: str | None = "group"
+    ddof: int = 0
+    eps: float = 1e-4
+    eps_in: str = "std"
+
+
+PRESETS = {
+    "flow_grpo": Rule(),
+    "flow_grpo_global": Rule(std="batch"),
+    "miles": Rule(ddof=1),
+    "dance": Rule(ddof=1, eps=1e-8),
+    "unirl": Rule(eps=1e-8, eps_in="var"),
+    "gdpo": Rule(eps=1e-6, eps_in="floor"),
+}
+
+
+def group_advantages(rewards, preset: str | Rule, *, weights=None) -> np.ndarray:
+    """Return adv_PK from rewards_PK, or from rewards_MPK and weights [M].
+
+    Several rewards are summed with their weights first, except by "gdpo", which normalises each
+    one in its group before the sum. Groups without spread get exactly 0 where the mean is the
+    group's.
+    """
+    if isinstance(preset, str) and preset not in PRESETS:
+        raise ValueError(f"advantage.preset is {preset!r}; expected one of {', '.join(PRESETS)}")
+    rewards_MPK, weights_M = _as_multi(rewards, weights)
+    rule = PRESETS[preset] if isinstance(preset, str) else preset
+    if preset == "gdpo":
+        each_MPK = np.stack([_normalise(r_PK, rule) for r_PK in rewards_MPK])
+        return _normalise(
+            np.tensordot(weights_M, each_MPK, 1), Rule("batch", "batch", 0, 1e-6, "floor")
+        )
+    return _normalise(np.tensordot(weights_M, rewards_MPK, 1), rule)
+
+
+def zero_spread(rewards_PK) -> np.ndarray:
+    """Return bool [P]: prompts whose samples all have the same reward, hence carry no signal."""
+    return np.ptp(np.asarray(rewards_PK, np.float64), axis=-1) == 0
+
+
+def _as_multi(rewards, weights):
+    """Bring rewards to [M, P, K] and weights to [M]."""
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim == 2:
+        rewards = rewards[None]
+    if rewards.ndim != 3:
+        raise ValueError(f"rewards have shape {rewards.shape}; expected [P, K] or [M, P, K]")
+    weights = np.ones(1) if weights is None else np.asarray(weights, np.float64)
+    if weights.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"reward weights have shape {weights.shape} for {len(rewards)} rewards; "
+            f"set one reward.weight per reward"
+        )
+    return rewards, weights
+
+
+def _normalise(r_PK, rule):
+    """Centre and scale rewards by one Rule."""
+    axis = {"group": 1, "batch": None}
+    adv_PK = r_PK - r_PK.mean(axis[rule.mean], keepdims=True)
+    if rule.mean == "group":
+        adv_PK = np.where(zero_spread(r_PK)[:, None], 0.0, adv_PK)
+    if rule.std is None:
+        return adv_PK
+    count = r_PK.shape[1] if rule.std == "group" else r_PK.size
+    if count <= rule.ddof:
+        raise ValueError(
+            f"a {rule.std} of {count} samples has no spread; set group_size to at least 2"
+        )
+    if rule.eps_in == "var":
+        return adv_PK / np.sqrt(r_PK.var(axis[rule.std], ddof=rule.ddof, keepdims=True) + rule.eps)
+    std = r_PK.std(axis[rule.std], ddof=rule.ddof, keepdims=True)
+    return adv_PK / (np.maximum(std, rule.eps) if rule.eps_in == "floor" else std + rule.eps)
