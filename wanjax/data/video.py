@@ -4,7 +4,7 @@
                                 000.txt     its prompt
                                 scores.json [{"reward": 0.71, ...}, ...] where they were scored
 
-Frames are [T, H, W, 3] uint8. The files are for people: H.264 loses detail, nothing reads them back.
+Frames are [T, H, W, 3] uint8. H.264 loses detail: the files are for people, nothing reads them.
 """
 
 import os

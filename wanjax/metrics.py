@@ -1,0 +1,359 @@
+"""What a run says while it goes: metrics.jsonl, the progress line, trackers, phase times, memory.
+
+A metric is a scalar named `group/name`, with the expert as one more component where it has one:
+`reward/mean`, `loss/high`, `grpo/kl/low`, `grad_norm/high`, `lr/low`. Names that start with `time/`
+(seconds) or `perf/` depend on the machine; all others are the same bits in a run that was killed
+and resumed. metrics.jsonl has one JSON object a step; values that JSON cannot hold are the strings
+"NaN", "Infinity" and "-Infinity", and `read` turns them back into floats.
+
+Values may be device arrays: they are fetched when the next step is written, so nothing blocks.
+"""
+
+import collections
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import platform
+import resource
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+EXPERTS = ("high", "low")
+# What the progress line shows, if present: metric name -> label.
+_PROGRESS = {
+    "reward": "reward",
+    "success": "success",
+    "loss": "loss",
+    "lr": "lr",
+    "grad_norm": "grad",
+}
+_WINDOW = 20  # steps that the rate and the remaining time are averaged over
+
+
+class Tracker(Protocol):
+    """Another place that metrics go to; what it raises is reported once and never stops the run."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Write metrics.jsonl, the progress line and the trackers of a run, on process 0 only.
+
+    `start` is the first step that will be written: lines from it on, left by a killed run, go away.
+    Call `flush` before a checkpoint is saved, so that no line of an earlier step can be lost.
+    """
+
+    def __init__(self, run_dir, *, total: int, start: int = 0, trackers: Sequence[Tracker] = ()):
+        self.total, self.trackers = total, list(trackers)
+        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._next = start
+        self._broken: set[int] = set()
+        self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._file = None
+        if jax.process_index() == 0:
+            path = pathlib.Path(run_dir) / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _rewind(path, start)
+            self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Take the scalars of `step`, send out those before it; a step given again is merged."""
+        if self._file is None:
+            return
+        if step < self._next:
+            raise ValueError(f"metrics of step {step} come after those of step {self._next}")
+        if self._pending is not None and step > self._pending[0]:
+            self._emit()
+        self._next = step
+        self._pending = (step, {**(self._pending[1] if self._pending else {}), **metrics})
+
+    def video(self, step: int, name: str, path, caption: str) -> None:
+        """Give a video file to the trackers."""
+        self._track("video", step, name, pathlib.Path(path), caption)
+
+    def say(self, text: str) -> None:
+        """Print a line without disturbing the progress line."""
+        if self._file is not None:
+            print(("\r\x1b[2K" if sys.stdout.isatty() else "") + text, flush=True)
+
+    def flush(self) -> None:
+        """Write what is pending and force metrics.jsonl to disk."""
+        if self._file is not None:
+            if self._pending is not None:
+                self._emit()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush, end the progress line and close the trackers."""
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            if sys.stdout.isatty():
+                print(flush=True)
+            self._track("close")
+
+    def _emit(self):
+        assert self._pending is not None and self._file is not None
+        (step, values), self._pending = self._pending, None
+        self._next = step + 1
+        record = {key: _scalar(key, value) for key, value in jax.device_get(values).items()}
+        self._times.append(time.monotonic())
+        record["time/wall"] = time.time()
+        record["perf/steps_per_second"] = self._rate()
+        record.update(peak_memory())
+        self._file.write(
+            json.dumps({"step": step, **{k: _jsonable(v) for k, v in record.items()}}) + "\n"
+        )
+        self._file.flush()
+        self._show(progress_line(step, self.total, record))
+        self._track("log", step, record)
+
+    def _rate(self):
+        """Steps per second over the last steps; 0 until two are done: the first one compiles."""
+        if len(self._times) < 2:
+            return 0.0
+        return (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)
+
+    def _show(self, line):
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print("\r\x1b[2K" + line[:width], end="", flush=True)
+        else:
+            print(line, flush=True)
+
+    def _track(self, method, *args):
+        for tracker in self.trackers if self._file is not None else ():
+            try:
+                getattr(tracker, method)(*args)
+            except Exception as error:  # a tracker must never stop a training run
+                if id(tracker) not in self._broken:
+                    self._broken.add(id(tracker))
+                    self.say(_tracker_warning(type(tracker).__name__, error))
+
+
+def read(run_dir) -> list[dict[str, float]]:
+    """Return the records of metrics.jsonl in order; a line cut short by a kill is left out."""
+    path = pathlib.Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8") as file:
+        records = [_parse(line) for line in file]
+    return [record for record in records if record is not None]
+
+
+def split_name(key: str) -> tuple[str, str]:
+    """Split a metric name into the name without its expert, and the expert or "".
+
+    >>> split_name("grpo/kl/low")
+    ('grpo/kl', 'low')
+    """
+    parts = key.split("/")
+    expert = next((part for part in parts if part in EXPERTS), "")
+    return "/".join(part for part in parts if part not in EXPERTS), expert
+
+
+def progress_line(step: int, total: int, record: dict[str, float]) -> str:
+    """Return one line of plain text for the console; `step` counts from 0."""
+    rate = record.get("perf/steps_per_second", 0.0)
+    speed = f"{rate:.2f} it/s" if rate >= 0.1 or not rate else f"{1 / rate:.1f} s/it"
+    left = clock(max(total - step - 1, 0) / rate) if rate else "-"
+    parts = [f"step {min(step + 1, total)}/{total}", speed if rate else "- it/s", f"ETA {left}"]
+    for name, label in _PROGRESS.items():
+        values = {}
+        for key, value in record.items():
+            base, expert = split_name(key)
+            if f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
+                values.setdefault(expert, value)
+        if len(values) > 1 and len(set(values.values())) == 1:
+            values = {"": next(iter(values.values()))}
+        if values:
+            parts.append(f"{label} " + " ".join(f"{e} {v:.3g}".strip() for e, v in values.items()))
+    memory = [value for key, value in record.items() if key.startswith("perf/peak_")]
+    return "  ".join(parts + [f"mem {value:.1f} GB" for value in memory])
+
+
+def clock(seconds: float) -> str:
+    """Return a duration in words: 42s, 5m12s, 3h04m, 2d07h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+@contextlib.contextmanager
+def phase(times: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds spent inside to times["time/<name>"].
+
+    Device work counts only if it is waited for inside (jax.block_until_ready).
+    """
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        key = f"time/{name}"
+        times[key] = times.get(key, 0.0) + time.monotonic() - start
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the peak memory in GB (1e9 bytes) of the fullest local device, or of this process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    if peaks:
+        return {"perf/peak_device_gb": max(peaks) / 1e9}
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return {"perf/peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+
+
+def environment() -> dict[str, str]:
+    """Return the versions and devices that results may depend on."""
+    packages = ("wanjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    kinds = collections.Counter(device.device_kind for device in jax.devices())
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "processes": str(jax.process_count()),
+        "platform": platform.platform(),
+    }
+
+
+def make_trackers(
+    run_dir, config: dict[str, Any], *, start: int, wandb: str, project: str, tensorboard: bool
+) -> list[Tracker]:
+    """Return the trackers asked for, on process 0; `wandb` is "off", "offline" or "online".
+
+    A wrong setting or a missing package raises ValueError; a service that fails to start is
+    reported and left out.
+    """
+    if wandb not in ("off", "offline", "online"):
+        raise ValueError(f"config.wandb is {wandb!r}, expected 'off', 'offline' or 'online'")
+    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError(
+            "config.tensorboard is on but the package tensorboardX is missing; "
+            "pip install tensorboardX, or set config.tensorboard=False"
+        )
+    makers = {}
+    if wandb != "off":
+        makers["Wandb"] = lambda: Wandb(run_dir, config, project, wandb)
+    if tensorboard:
+        makers["TensorBoard"] = lambda: TensorBoard(run_dir, start)
+    trackers = []
+    for name, make in makers.items() if jax.process_index() == 0 else ():
+        try:
+            trackers.append(make())
+        except Exception as error:  # no network, no key: the run goes on without it
+            print(_tracker_warning(name, error), flush=True)
+    return trackers
+
+
+class Wandb:
+    """Weights & Biases; the run id is kept in the run folder, so a resumed run adds to its curves."""
+
+    def __init__(self, run_dir, config: dict[str, Any], project: str, mode: str):
+        import wandb  # slow to import, and only some runs want it
+
+        run_dir = pathlib.Path(run_dir)
+        file = run_dir / "wandb_id.txt"
+        if not file.exists():
+            file.write_text(secrets.token_hex(4) + "\n")
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=file.read_text().strip(),
+            resume="allow",
+            dir=run_dir,
+            mode=mode,  # pyright: ignore[reportArgumentType]  (checked by make_trackers)
+            config=config,
+            settings=wandb.Settings(init_timeout=60, silent=True),
+        )
+        # The x axis is our step: wandb's own counter drops every step that a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
+        self._run.log(
+            {"step": step, name: self._wandb.Video(str(path), caption=caption, format="mp4")}
+        )
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoard:
+    """TensorBoard event files in run_dir/tensorboard; scalars only."""
+
+    def __init__(self, run_dir, start: int):
+        import tensorboardX  # an optional package
+
+        folder = str(pathlib.Path(run_dir) / "tensorboard")
+        self._writer = tensorboardX.SummaryWriter(folder, purge_step=start)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
+        """Do nothing: its video format is GIF, and the mp4 is in the samples folder."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _tracker_warning(name, error):
+    return f"metrics: {name} failed ({type(error).__name__}: {error}); training goes on without it"
+
+
+def _rewind(path, start):
+    """Remove the lines of steps >= start, and any line cut short, from metrics.jsonl."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if (r := _parse(line)) is not None and r["step"] < start]
+    if len(kept) < len(lines):
+        tmp = path.with_name(".metrics.jsonl.tmp")
+        tmp.write_text("".join(kept), encoding="utf-8")
+        os.replace(tmp, path)
+
+
+def _parse(line):
+    try:
+        record = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+    if record is None:
+        return None
+    return {key: float(value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def _scalar(key, value):
+    value = np.asarray(value)
+    if value.size != 1 or value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16":
+        raise ValueError(f"metric {key} is {value.dtype}{list(value.shape)}, expected one number")
+    return int(value.item()) if value.dtype.kind in "biu" else float(value.item())
+
+
+def _jsonable(value):
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
