@@ -13,6 +13,7 @@ E width  N heads  K head dim  F ffn
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -71,7 +72,7 @@ def encode_image(params, pixels_BHWC, *, config: CLIPVisionConfig):
     """
     x_BSE = _embed(params, pixels_BHWC, config)
 
-    def layer(x_BSE, layer_params):
+    def layer(x_BSE, layer_params) -> tuple[Any, None]:
         return Layer(config).apply({"params": layer_params}, x_BSE), None
 
     all_but_last = jax.tree.map(lambda leaf: leaf[:-1], params["encoder"]["layers"])

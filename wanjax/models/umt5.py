@@ -15,6 +15,7 @@ N heads  K head dim  F ffn
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -64,13 +65,13 @@ def encode(params, ids_BS, mask_BS, *, config: UMT5Config):
     bucket_QS = relative_buckets(ids_BS.shape[1], config)
     x_BSE = jnp.take(params["shared"]["embedding"], ids_BS, axis=0, mode="fill")
 
-    def layer(x_BSE, layer_params):
+    def layer(x_BSE, layer_params) -> tuple[Any, None]:
         return Layer(config).apply({"params": layer_params}, x_BSE, mask_BS, bucket_QS), None
 
     x_BSE, _ = jax.lax.scan(layer, x_BSE, params["encoder"]["block"])
+    x_BSE = jnp.where(mask_BS[..., None], x_BSE, 0)  # a zero row is still zero after the norm
     norm = nn.RMSNorm(epsilon=config.layer_norm_epsilon)
-    x_BSE = norm.apply({"params": params["encoder"]["final_layer_norm"]}, x_BSE)
-    return jnp.where(mask_BS[..., None], x_BSE, 0)
+    return norm.apply({"params": params["encoder"]["final_layer_norm"]}, x_BSE)
 
 
 class Layer(nn.Module):
