@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 # Stacked roots: the path keeps the root, the torch name inserts ".{layer}" after it.
 STACKS = ("blocks/", "vace_blocks/", "encoder/block/", "encoder/layers/")
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
@@ -58,19 +56,14 @@ def permutation(path: str, ndim: int) -> tuple[int, ...]:
 
 
 def torch_shape(path: str, shape: tuple) -> tuple:
-    """Return the torch shape of a leaf with this shape (one layer)."""
+    """Return the torch shape of a leaf with this shape (one layer).
+
+    The VAE's gamma [C] is [C,1,1,1] in torch, in its attention (per frame) [C,1,1].
+    """
+    if path.endswith("/gamma"):
+        return (*shape, 1, 1) if "attentions" in path else (*shape, 1, 1, 1)
     axes = permutation(path, len(shape))
     return tuple(shape[axes.index(i)] for i in range(len(shape)))
-
-
-def from_torch(path: str, array: np.ndarray) -> np.ndarray:
-    """Transpose one torch tensor into the layout of its path."""
-    return array.transpose(permutation(path, array.ndim))
-
-
-def to_torch(path: str, array: np.ndarray) -> np.ndarray:
-    """Transpose one leaf (one layer) into its torch layout."""
-    return array.transpose(np.argsort(permutation(path, array.ndim)))
 
 
 # ---- patterns between diffusers and original names ----

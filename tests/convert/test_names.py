@@ -98,7 +98,7 @@ def test_wrapper_prefixes_are_removed_anywhere():
         ("blocks/scale_shift_table", (2, 1, 6, 5), [("blocks.%d.scale_shift_table", (1, 6, 5))]),
         ("patch_embedding/kernel", (1, 2, 3, 4, 5), [("patch_embedding.weight", (5, 4, 1, 2, 3))]),
         ("shared/embedding", (7, 5), [("shared.weight", (7, 5))]),
-        ("decoder/norm_out/gamma", (5,), [("decoder.norm_out.gamma", (5,))]),
+        ("decoder/norm_out/gamma", (5,), [("decoder.norm_out.gamma", (5, 1, 1, 1))]),
     ],
 )
 def test_paths_name_torch_tensors_with_their_shapes(path, shape, expected):
@@ -108,13 +108,13 @@ def test_paths_name_torch_tensors_with_their_shapes(path, shape, expected):
     assert got == expected
 
 
-def test_layout_transforms_invert_each_other(rng):
-    for path, shape in (("a/kernel", (4, 3)), ("a/kernel", (4, 3, 1, 2, 5)), ("a/scale", (3,))):
-        x = rng.standard_normal(shape)
-        y = names.from_torch(path, x)
-        np.testing.assert_array_equal(names.to_torch(path, y), x)
-    w = np.arange(2 * 3 * 5).reshape(2, 3, 5)  # Conv1d [O,I,k]
-    np.testing.assert_array_equal(names.from_torch("a/kernel", w), np.einsum("oik->kio", w))
+def test_kernels_move_outputs_last_and_inputs_before_them():
+    w = np.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7)  # Conv2d [O,I,h,w]
+    moved = w.transpose(names.permutation("a/kernel", 4))
+    np.testing.assert_array_equal(moved, np.einsum("oihw->hwio", w))
+    assert names.permutation("a/kernel", 2) == (1, 0)
+    assert names.permutation("a/embedding", 2) == (0, 1)
+    assert names.torch_shape("a/kernel", moved.shape) == w.shape
 
 
 def test_special_variants_are_named():

@@ -1,0 +1,353 @@
+"""Tensor files: lazy named tensors out of them, safetensors written into them.
+
+Every reader returns {name: Tensor}; nothing is read before `Tensor.read(index)` asks for a range,
+so loading, converting and merging all stream. Headers are checked in full when a file is opened:
+a truncated, overlapping, duplicated or absurd entry is a ValueError that names file and tensor.
+Format: https://github.com/huggingface/safetensors#format (8-byte length, JSON header, raw data).
+"""
+
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_CODES = {np.dtype(v): k for k, v in DTYPES.items()}
+_HEADER_LIMIT = 100 << 20
+_PIECE = 16 << 20  # bytes a reading thread takes at a time
+SHARD = 5 * 10**9
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named tensor in a file: read(index) returns a new array of that range."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+    where: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def all(self) -> np.ndarray:
+        return self.read(tuple(slice(0, n) for n in self.shape))
+
+
+Tensors = dict[str, Tensor]
+
+
+def of_array(array, where: str = "memory") -> Tensor:
+    """Wrap an array that is in memory already."""
+    array = np.asarray(array)
+    return Tensor(array.shape, array.dtype, lambda index: array[index], where)
+
+
+def cast(tensor: Tensor, dtype) -> Tensor:
+    """Return the tensor in another dtype (converted range by range, when read)."""
+    dtype = np.dtype(dtype)
+    if dtype == tensor.dtype:
+        return tensor
+    return replace(tensor, dtype=dtype, read=lambda index: tensor.read(index).astype(dtype))
+
+
+def squeeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Drop axes of size one. ValueError if one is larger."""
+    if any(a >= len(tensor.shape) or tensor.shape[a] != 1 for a in axes):
+        raise ValueError(f"{tensor.where}: a tensor of shape {tensor.shape} has no size-one {axes}")
+    kept = [a for a in range(len(tensor.shape)) if a not in axes]
+
+    def read(index):
+        full = [slice(0, 1)] * len(tensor.shape)
+        for a, i in zip(kept, index, strict=True):
+            full[a] = i
+        return np.squeeze(tensor.read(tuple(full)), axes)
+
+    return replace(tensor, shape=tuple(tensor.shape[a] for a in kept), read=read)
+
+
+def unsqueeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Insert axes of size one, numbered in the result."""
+    ndim = len(tensor.shape) + len(axes)
+    kept = [a for a in range(ndim) if a not in axes]
+    shape = [1] * ndim
+    for a, n in zip(kept, tensor.shape, strict=True):
+        shape[a] = n
+    read = lambda index: np.expand_dims(tensor.read(tuple(index[a] for a in kept)), axes)
+    return replace(tensor, shape=tuple(shape), read=read)
+
+
+# ---- safetensors in ----
+
+
+def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
+    """Return ({name: Tensor}, header metadata) of one file. ValueError if the file is damaged."""
+    path = pathlib.Path(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ValueError(
+                f"{path}: not a safetensors file or truncated (header of {length} bytes announced, "
+                f"file has {size}); download it again"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("header is not an object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise ValueError("__metadata__ is not a string map")
+        spans = {name: _span(name, entry) for name, entry in header.items()}
+        _check_cover(spans, size - 8 - length)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"{path}: damaged safetensors file: {_line(error)}") from None
+    tensors = {}
+    for name, (dtype, shape, begin, _) in spans.items():
+        read = _reader(path, dtype, shape, 8 + length + begin, name)
+        tensors[name] = Tensor(shape, dtype, read, str(path))
+    return tensors, metadata
+
+
+def _line(error, limit: int = 200) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _unique(pairs):
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+        raise ValueError(f"key {twice!r} occurs twice")
+    return out
+
+
+def _span(name: str, entry) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"entry {name!r} is not an object")
+    code, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
+    natural = lambda x: isinstance(x, list) and all(type(n) is int and 0 <= n < 2**63 for n in x)
+    if code not in DTYPES if isinstance(code, str) else True:
+        raise ValueError(f"tensor {name!r} has dtype {code!r}, expected one of {', '.join(DTYPES)}")
+    if not natural(shape) or not natural(offsets) or len(offsets) != 2 or len(shape) > 32:
+        raise ValueError(f"tensor {name!r} has shape {shape} at bytes {offsets}")
+    dtype, (begin, end) = np.dtype(DTYPES[code]), offsets
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(
+            f"tensor {name!r} of shape {shape} {code} needs {math.prod(shape) * dtype.itemsize} "
+            f"bytes but holds {end - begin}"
+        )
+    return dtype, tuple(shape), begin, end
+
+
+def _check_cover(spans, size: int) -> None:
+    at = 0
+    for name, (_, _, begin, end) in sorted(spans.items(), key=lambda item: item[1][2:]):
+        if end > size:
+            raise ValueError(f"tensor {name!r} ends at byte {end} of {size}: the file is truncated")
+        if begin != at:
+            raise ValueError(f"tensor {name!r} starts at byte {begin}, expected {at}")
+        at = end
+    if at != size:
+        raise ValueError(f"{size - at} bytes after the last tensor")
+
+
+def _reader(path, dtype, shape, offset: int, name: str):
+    rows = math.prod(shape[1:]) * dtype.itemsize
+
+    def read(index: Index) -> np.ndarray:
+        if all(i.start == 0 and i.stop == n for i, n in zip(index[1:], shape[1:], strict=True)):
+            first = index[0].start if shape else 0
+            count = index[0].stop - first if shape else 1
+            out = np.empty((count, *shape[1:]) if shape else (), dtype)
+            _pread(path, out, offset + first * rows, name)
+            return out
+        # A strided range: map the tensor, touch only the pages of the range, unmap.
+        return np.array(np.memmap(path, dtype, "r", offset, shape)[index])
+
+    return read
+
+
+def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
+    view = memoryview(out.reshape(-1).view(np.uint8))
+    with open(path, "rb", buffering=0) as file:
+        while len(view):
+            got = os.preadv(file.fileno(), [view], offset)
+            if got <= 0:
+                raise ValueError(f"{path}: tensor {name!r} is cut short; download the file again")
+            view, offset = view[got:], offset + got
+
+
+def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
+    """Return ({name: Tensor}, metadata) of a folder: an index and its shards, or plain files.
+
+    ValueError if shards are missing, a name occurs twice, or the index points outside the folder.
+    """
+    folder = pathlib.Path(folder)
+    indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda p: (p.name.count("."), p))
+    if not indexes:
+        files = sorted(folder.glob("*.safetensors"))
+        plain = [
+            f
+            for f in files
+            if f.name in ("diffusion_pytorch_model.safetensors", "model.safetensors")
+        ]
+        return _merge(plain[:1] or files, folder)
+    weight_map = _weight_map(indexes[0])
+    tensors, metadata = _merge([folder / f for f in sorted(set(weight_map.values()))], folder)
+    wrong = [
+        n for n, f in weight_map.items() if n not in tensors or tensors[n].where != str(folder / f)
+    ]
+    extra = sorted(set(tensors) - set(weight_map))
+    if wrong or extra:
+        raise ValueError(
+            f"{indexes[0]}: {len(wrong)} tensors are not in the shard it names ({some(wrong)}), "
+            f"{len(extra)} tensors are not in it ({some(extra)}); download the folder again"
+        )
+    return tensors, metadata
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    if index.stat().st_size > _HEADER_LIMIT:
+        raise ValueError(f"{index}: index of {index.stat().st_size} bytes is too large")
+    try:
+        weight_map = json.loads(index.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+        files = set(weight_map.values())
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged index: {_line(error)}") from None
+    for name in files:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise ValueError(f"{index}: shard {_line(name)!r} is not a file name of this folder")
+    return weight_map
+
+
+def _merge(paths: Iterable[pathlib.Path], folder) -> tuple[Tensors, dict[str, str]]:
+    tensors: Tensors = {}
+    metadata: dict[str, str] = {}
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{folder}: shard {path.name} is missing; download it again")
+        part, meta = open_safetensors(path)
+        if twice := set(part) & set(tensors):
+            raise ValueError(f"{folder}: {some(sorted(twice))} occur in more than one file")
+        tensors.update(part)
+        metadata.update(meta)
+    return tensors, metadata
+
+
+def some(names, count: int = 3) -> str:
+    """Return the first few of some names and how many more there are."""
+    names = list(map(str, names))
+    more = f", +{len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more if names else "none"
+
+
+# ---- parallel reading ----
+
+_POOL = futures.ThreadPoolExecutor(min(16, 4 * (os.cpu_count() or 1)), "wanjax-read")
+
+
+def fill(jobs: Iterable[tuple[Tensor, Index, np.ndarray]]) -> None:
+    """Read ranges into arrays of their shapes, in parallel pieces."""
+
+    def piece(tensor, index, out):
+        out[...] = tensor.read(index)
+
+    running = []
+    for tensor, index, out in jobs:
+        rows = max(1, _PIECE * len(out) // max(out.nbytes, 1)) if out.ndim else 1
+        if out.ndim == 0 or rows >= len(out):
+            running.append(_POOL.submit(piece, tensor, index, out))
+            continue
+        for r in range(0, len(out), rows):
+            part = out[r : r + rows]
+            first = index[0].start + r
+            at = (slice(first, first + len(part)), *index[1:])
+            running.append(_POOL.submit(piece, tensor, at, part))
+    for future in running:
+        future.result()
+
+
+# ---- safetensors out ----
+
+
+def write_safetensors(path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+    """Write one file, tensor by tensor, and flush it to disk."""
+    header: dict = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in tensors.values():
+            for array in _pieces(tensor):
+                file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+    if tensor.nbytes <= 4 * _PIECE:
+        yield tensor.all()
+        return
+    rows = max(1, 4 * _PIECE * tensor.shape[0] // tensor.nbytes)
+    for r in range(0, tensor.shape[0], rows):
+        rest = tuple(slice(0, n) for n in tensor.shape[1:])
+        yield tensor.read((slice(r, min(r + rows, tensor.shape[0])), *rest))
+
+
+def write_sharded(folder, stem: str, tensors: Tensors, limit: int = SHARD) -> None:
+    """Write `stem`.safetensors, or numbered shards of at most `limit` bytes with their index."""
+    folder = pathlib.Path(folder)
+    shards: list[Tensors] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and used + tensor.nbytes > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    if len(shards) == 1:
+        write_safetensors(folder / f"{stem}.safetensors", tensors)
+        return
+    weight_map = {}
+    for k, shard in enumerate(shards, 1):
+        file = f"{stem}-{k:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, shard)
+        weight_map.update(dict.fromkeys(shard, file))
+    total = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

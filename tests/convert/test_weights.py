@@ -1,0 +1,189 @@
+"""convert/weights.py: diffusers folders in and out, accounting, placement."""
+
+import json
+import shutil
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from convert import files, weights
+from tests.convert import tiny
+from wanjax import sharding, trees
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A two-expert folder that save_diffusers wrote, and the parameters in it."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    params = tiny.params()
+    weights.save_diffusers(params, tiny.CONFIG, folder)
+    return folder, params
+
+
+@pytest.fixture
+def broken(saved, tmp_path):
+    """A copy of the folder to damage."""
+    return shutil.copytree(saved[0], tmp_path / "broken")
+
+
+def test_saved_folder_loads_back_bit_for_bit(saved):
+    folder, params = saved
+    got, config = weights.load(folder)
+    assert config == tiny.CONFIG
+    assert tiny.equal(got, params)
+
+
+def test_diffusers_and_transformers_load_the_saved_folder(saved):
+    folder, params = saved
+    for expert, component in weights.EXPERTS.items():
+        model, info = diffusers.WanTransformer3DModel.from_pretrained(
+            folder / component, output_loading_info=True
+        )
+        assert not any(info.values())
+        _check_state(model, params[expert])
+    vae = diffusers.AutoencoderKLWan.from_pretrained(folder / "vae")
+    _check_state(vae, params["vae"])
+    text = transformers.UMT5EncoderModel.from_pretrained(folder / "text_encoder")
+    _check_state(text, params["text_encoder"])
+    pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=None)
+    assert pipe.config.boundary_ratio == 0.875
+    assert pipe.scheduler.config.flow_shift == 3.0
+
+
+def _check_state(model, tree):
+    state = {k: v for k, v in model.state_dict().items() if k != "encoder.embed_tokens.weight"}
+    mine = weights.of_tree(tree)
+    assert set(state) == set(mine)
+    for name, value in state.items():
+        np.testing.assert_array_equal(value.numpy(), mine[name].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_folders_of_diffusers_load_exactly(tmp_path, dtype):
+    high, low = tiny.torch_transformer(seed=0).to(dtype), tiny.torch_transformer(seed=1).to(dtype)
+    for component, model in (("transformer", high), ("transformer_2", low)):
+        model.save_pretrained(tmp_path / component, max_shard_size="40KB")
+    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 2
+    tiny.torch_vae().save_pretrained(tmp_path / "vae")
+    tiny.torch_text().save_pretrained(tmp_path / "text_encoder")
+    (tmp_path / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.9}))
+    params, config = weights.load(tmp_path)
+    assert (config.experts, config.boundary) == (("high", "low"), 0.9)
+    for expert, model in (("high", high), ("low", low)):
+        mine = weights.of_tree(params[expert])
+        for name, value in model.state_dict().items():
+            assert mine[name].dtype == str(value.dtype).removeprefix("torch.")
+            np.testing.assert_array_equal(value.float(), mine[name].all().astype(np.float32))
+
+
+def test_shards_have_the_right_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.write_sharded, "__defaults__", (20_000,))
+    weights.save_diffusers(tiny.params(), tiny.CONFIG, tmp_path / "m")
+    index = json.loads(
+        (tmp_path / "m/transformer/diffusion_pytorch_model.safetensors.index.json").read_text()
+    )
+    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "m/transformer")
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert tiny.equal(weights.load(tmp_path / "m")[0], tiny.params())
+
+
+def test_dtype_applies_to_matmul_weights_only(saved):
+    params, _ = weights.load(saved[0], dtype=jnp.bfloat16)
+    flat = trees.flatten(params["high"])
+    assert flat["blocks/attn1/to_q/kernel"].dtype == jnp.bfloat16
+    for path in ("blocks/scale_shift_table", "blocks/norm2/scale", "blocks/attn1/norm_q/scale"):
+        assert flat[path].dtype == jnp.float32
+    want = jnp.asarray(saved[1]["high"]["proj_out"]["kernel"], jnp.bfloat16)
+    np.testing.assert_array_equal(flat["proj_out/kernel"], want)
+
+
+@pytest.mark.parametrize(
+    "shape,chunk",
+    [({"data": 8}, 1 << 30), ({"fsdp": 4, "tensor": 2}, 9000), ({"context": 8}, 1 << 30)],
+)
+def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, chunk):
+    monkeypatch.setattr(weights, "_CHUNK", chunk)
+    mesh = sharding.make_mesh(shape)
+    tree, config = weights.load_component(saved[0], "transformer", mesh=mesh)
+    assert tiny.equal(jax.device_get(tree), jax.device_get(saved[1]["high"]))
+    kernel = trees.flatten(tree)["blocks/attn1/to_q/kernel"]
+    parts = shape.get("fsdp", 1) * shape.get("tensor", 1) * shape.get("context", 1)
+    assert kernel.addressable_shards[0].data.size * parts == kernel.size
+
+
+def test_chunked_load_without_mesh_equals_the_plain_load(saved, monkeypatch):
+    monkeypatch.setattr(weights, "_CHUNK", 6000)
+    assert tiny.equal(weights.load(saved[0])[0], saved[1])
+
+
+def _edit(folder, change):
+    """Rewrite transformer/ with its tensors changed by change(dict)."""
+    path = folder / "transformer/diffusion_pytorch_model.safetensors"
+    tensors, _ = files.open_safetensors(path)
+    data = {n: t.all() for n, t in tensors.items()}
+    change(data)
+    files.write_safetensors(path, {n: files.of_array(a) for n, a in data.items()})
+
+
+def test_missing_tensors_are_named(broken):
+    _edit(broken, lambda d: (d.pop("blocks.1.attn1.to_q.weight"), d.pop("proj_out.bias")))
+    with pytest.raises(ValueError, match=r"transformer has .* 2 missing: .*blocks\.1\.attn1\.to_q"):
+        weights.load(broken)
+
+
+def test_unexpected_and_misshapen_tensors_are_named_with_shapes(broken):
+    def change(d):
+        d["blocks.7.norm2.bias"] = np.zeros(32, np.float32)
+        d["proj_out.weight"] = np.zeros((16, 31), np.float32)
+
+    _edit(broken, change)
+    pattern = r"1 unexpected: blocks\.7.*1 of wrong shape: proj_out.weight is \(16, 31\), expected"
+    with pytest.raises(ValueError, match=pattern) as error:
+        weights.load(broken)
+    assert "\n" not in str(error.value)
+
+
+def test_a_truncated_file_is_named(broken):
+    path = broken / "transformer/diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="diffusion_pytorch_model.safetensors.*truncated"):
+        weights.load(broken)
+
+
+@pytest.mark.parametrize(
+    "name", ["../transformer/diffusion_pytorch_model.safetensors", "/etc/passwd", "", "..", 3]
+)
+def test_an_index_that_leaves_the_folder_is_refused(broken, name):
+    index = {"metadata": {}, "weight_map": {"proj_out.bias": name}}
+    file = broken / "transformer/diffusion_pytorch_model.safetensors.index.json"
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json"):
+        weights.load(broken)
+
+
+def test_boundary_without_a_second_expert_is_refused(broken):
+    shutil.rmtree(broken / "transformer_2")
+    with pytest.raises(ValueError, match="boundary_ratio 0.875 .* no transformer_2"):
+        weights.load(broken)
+
+
+def test_unknown_config_keys_are_ignored_with_a_warning(broken):
+    path = broken / "vae/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_output": False}))
+    with pytest.warns(UserWarning, match="clip_output"):
+        weights.load(broken)
+
+
+def test_output_appears_whole_or_not_at_all(tmp_path, saved):
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        weights.save_diffusers(saved[1], tiny.CONFIG, saved[0])
+    wrong = {"high": {"blocks": {"x": {"kernel": np.zeros((2, 3, 3), object)}}}}
+    with pytest.raises(KeyError):
+        weights.save_diffusers(wrong, tiny.CONFIG, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
