@@ -105,8 +105,8 @@ class Layer(nn.Module):
         s_BNQS = jnp.where(mask_BS[:, None, None, :], s_BNQS, jnp.finfo(jnp.float32).min)
         a_BNQS = jax.nn.softmax(s_BNQS, axis=-1).astype(v_BSNK.dtype)
         y_BQNK = jnp.einsum("BNQS,BSNK->BQNK", a_BNQS, v_BSNK)
-        y_BSD = y_BQNK.reshape(*x_BSE.shape[:2], N * K)
-        x_BSE = x_BSE + dense("layer.0.SelfAttention.o", E, (N * K) ** -0.5)(y_BSD)
+        joined = y_BQNK.reshape(*x_BSE.shape[:2], N * K)
+        x_BSE = x_BSE + dense("layer.0.SelfAttention.o", E, (N * K) ** -0.5)(joined)
 
         n_BSE = norm("layer.1.layer_norm")(x_BSE)
         gate_BSF = dense("layer.1.DenseReluDense.wi_0", F, E**-0.5)(n_BSE)
@@ -119,15 +119,15 @@ def relative_buckets(length: int, config: UMT5Config) -> np.ndarray:
     """Return the bucket of every offset j − i as int32 [Q,S]; the upper half is for j > i.
 
     Small distances have a bucket each, larger ones share logarithmic buckets up to the maximal
-    distance. Computed on the host in float32: at exact powers the floor depends on rounding, and
-    the weights were trained with float32.
+    distance. Powers of two lie exactly on an edge: host float64 and a tolerance give the upper
+    bucket on every platform, as the float32 reference does.
     """
     half = config.relative_attention_num_buckets // 2
     exact = half // 2
     offset_QS = np.arange(length)[None, :] - np.arange(length)[:, None]
     distance_QS = np.abs(offset_QS)
-    span = np.float32(math.log(config.relative_attention_max_distance / exact))
-    log_QS = np.log(np.maximum(distance_QS, 1).astype(np.float32) / np.float32(exact)) / span
-    large_QS = exact + (log_QS * np.float32(half - exact)).astype(np.int32)
-    bucket_QS = np.where(distance_QS < exact, distance_QS, np.minimum(large_QS, half - 1))
+    span = math.log(config.relative_attention_max_distance / exact)
+    log_QS = np.log(np.maximum(distance_QS, 1) / exact) / span * (half - exact)
+    large_QS = np.minimum(exact + np.floor(log_QS + 1e-9), half - 1)
+    bucket_QS = np.where(distance_QS < exact, distance_QS, large_QS)
     return (bucket_QS + np.where(offset_QS > 0, half, 0)).astype(np.int32)
