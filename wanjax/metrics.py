@@ -110,7 +110,8 @@ class MetricsWriter:
         assert self._pending is not None and self._file is not None
         (step, values), self._pending = self._pending, None
         self._next = step + 1
-        record = {key: _scalar(key, value) for key, value in jax.device_get(values).items()}
+        fetched = jax.device_get(values)  # one transfer; it sorts the keys, `values` has their order
+        record = {key: _scalar(key, fetched[key]) for key in values}
         self._times.append(time.monotonic())
         record["time/wall"] = time.time()
         record["perf/steps_per_second"] = self._rate()
@@ -265,7 +266,7 @@ def make_trackers(
 
 
 class Wandb:
-    """Weights & Biases; the run id is kept in the run folder, so a resumed run adds to its curves."""
+    """Weights & Biases; its run id is kept in the run folder: a resumed run adds to its curves."""
 
     def __init__(self, run_dir, config: dict[str, Any], project: str, mode: str):
         import wandb  # slow to import, and only some runs want it

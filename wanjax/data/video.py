@@ -9,6 +9,7 @@ Frames are [T, H, W, 3] uint8. H.264 loses detail: the files are for people, not
 
 import os
 import pathlib
+import subprocess
 from collections.abc import Sequence
 
 import imageio.v3 as iio
@@ -34,19 +35,12 @@ def write_mp4(path, frames_THWC: np.ndarray, fps: int, scale: int = 1) -> None:
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.stem}.tmp.mp4")
-    writer = imageio_ffmpeg.write_frames(
-        str(tmp),
-        (frames.shape[2], frames.shape[1]),
-        fps=fps,
-        codec="libx264",
-        quality=None,  # pyright: ignore[reportArgumentType]  (the -crf below decides)
-        macro_block_size=1,
-        output_params=_ENCODER,
-    )
-    writer.send(None)
-    for frame in frames:
-        writer.send(np.ascontiguousarray(frame))
-    writer.close()
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-f", "rawvideo"]
+    command += ["-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
+    command += ["-i", "-", "-c:v", "libx264", "-pix_fmt", "yuv420p", *_ENCODER, str(tmp)]
+    result = subprocess.run(command, input=frames.tobytes(), capture_output=True)
+    if result.returncode:
+        raise OSError(f"ffmpeg could not write {path}: {result.stderr.decode().strip()}")
     os.replace(tmp, path)
 
 
