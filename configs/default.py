@@ -1,0 +1,99 @@
+"""Every key of a run, with its default; recipes change a few of them. Not a recipe itself: it
+names no model or prompts."""
+
+from ml_collections import ConfigDict
+
+
+def get_config(preset: str = "") -> ConfigDict:
+    """The whole config; `preset` is not used here."""
+    del preset
+    c = ConfigDict()
+    # ---- the run ----
+    c.name = "run"  # folder below workdir; the same name resumes
+    c.workdir = "runs"
+    c.algorithm = "grpo"
+    c.seed = 0
+    c.steps = 100  # rollouts
+    c.save_every = 10  # steps between checkpoints
+    c.keep_last = 2  # newest checkpoints that stay
+    c.keep_every = 0  # also keep multiples of this step; 0 = none
+    c.sample_every = 20  # steps between sample videos of fixed prompts; 0 = only before and after
+    c.eval_every = 0  # steps between evaluations; 0 = only before and after
+    c.resume = True  # continue the run of this name if there is one
+    c.wandb = "off"  # off, offline, online
+    c.project = "wanjax"  # wandb project
+    c.tensorboard = False
+    # ---- the model ----
+    c.model = ConfigDict()
+    c.model.path = ""  # diffusers folder or any Wan checkpoint, or tinywan22
+    c.model.dtype = "bfloat16"  # matmuls; norms, rotary, softmax and losses stay float32
+    c.model.param_dtype = "bfloat16"  # of frozen weights; full fine-tuning wants float32
+    c.model.attention = "auto"  # xla, cudnn, splash
+    c.model.remat = "full"  # none, full
+    c.mesh = ConfigDict(dict(data=-1, fsdp=1, context=1, tensor=1, stage=1))  # -1 takes the rest
+    c.experts = ("high", "low")  # experts that are trained
+    c.lora = ConfigDict()
+    c.lora.rank = 32  # 0 trains full weights
+    c.lora.alpha = 64.0
+    c.lora.targets = (r"blocks/attn[12]/to_(q|k|v|out\.0)", r"blocks/ffn\.net\.(0\.proj|2)")
+    # ---- sampling: one schedule for rollouts, samples, evaluation and export ----
+    c.sampling = ConfigDict()
+    c.sampling.grid = "simple"  # euler, linspace, simple, unipc, wan_unipc, wan_dpm
+    c.sampling.steps = 10
+    c.sampling.shift = 0.0  # 0 takes the model's
+    c.sampling.height = 480
+    c.sampling.width = 480
+    c.sampling.frames = 5
+    c.sampling.solver = "euler"  # of ODE steps: euler, dpmpp_2m, unipc
+    c.sampling.batch = 8  # samples per device call
+    c.guidance = ConfigDict()
+    c.guidance.high = 0.0  # 0 takes the model's; 1 runs without the unconditional pass
+    c.guidance.low = 0.0
+    c.guidance.mode = "batch"  # batch, or sequential for half the memory
+    c.negative_prompt = "default"  # "default" takes the model's
+    # ---- which steps are stochastic, and how ----
+    c.sde = ConfigDict()
+    c.sde.kind = "flow"  # flow, dance, cps, linear
+    c.sde.eta = 0.7
+    c.sde.strategy = "dual_window"  # see wanjax.schedule.STRATEGIES
+    c.sde.window = 1  # steps per window (dual_window: per expert)
+    c.sde.range = ()  # (lo, hi) of allowed steps; () = all but the last
+    # ---- data and reward ----
+    c.prompts = ""  # text file, one prompt a line; or shapes:train:2 (embedded grammar)
+    c.prompts_per_step = 8
+    c.group_size = 8  # samples per prompt
+    c.reward = ConfigDict()  # name or import path "pkg.module:function" -> weight
+    # ---- GRPO ----
+    c.advantage = "flow_grpo"  # flow_grpo, flow_grpo_global, miles, dance, unirl, gdpo
+    c.adv_clip_max = 5.0
+    c.updates = 1  # optimizer steps per rollout
+    c.micro_samples = 4  # samples per micro-batch
+    c.micro_steps = 1  # stored transitions of each per micro-batch
+    c.mix_experts = False  # both experts' transitions in one micro-batch
+    c.clip = ConfigDict(dict(high=1e-4, low=1e-3))  # the low expert's log-probs are noisier
+    c.kl = ConfigDict(dict(kind="g2h", high=0.0, low=0.0))  # weights; kinds g2, g2h, v_mse, x_mse
+    c.guard = False  # GRPO-Guard
+    c.recompute_old_logp = False
+    # ---- optimizers ----
+    c.optim = ConfigDict(dict(high=_optim(), low=_optim()))
+    # ---- evaluation and samples ----
+    c.eval = ConfigDict()
+    c.eval.prompts = ""  # as config.prompts; "" = no evaluation
+    c.eval.number = 64  # prompts, the first of the file
+    c.eval.seed = 1234
+    c.eval.samples = 4  # of them, how many become sample videos
+    return c
+
+
+def _optim() -> ConfigDict:
+    return ConfigDict(
+        dict(
+            lr=1e-4,
+            warmup=0,  # optimizer steps
+            b1=0.9,
+            b2=0.999,
+            eps=1e-8,
+            weight_decay=0.0,
+            clip_norm=1.0,  # 0 = off
+        )
+    )

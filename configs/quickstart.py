@@ -1,0 +1,36 @@
+"""GRPO with LoRA on both experts of the embedded TinyWan2.2, rewarded for the right shapes in the
+right places.
+
+Command:   bash scripts/quickstart.sh     or     python -m wanjax.train --config
+configs/quickstart.py
+Hardware:  two CPU cores, 2 GB
+"""
+
+from configs import default
+
+
+def get_config(preset: str = ""):
+    """Presets: "" = the quickstart, "control" = the same with rewards shuffled over the samples."""
+    if preset not in ("", "control"):
+        raise ValueError(f"preset {preset!r} is unknown; quickstart has '' and 'control'")
+    c = default.get_config()
+    c.name = "quickstart"
+    c.model.path = "tinywan22"
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.model.remat = "none"
+    c.lora.rank, c.lora.alpha = 16, 32.0
+    c.sampling.height = c.sampling.width = 64
+    c.sampling.frames = 17
+    c.sampling.batch = 32
+    c.sde.eta = 0.7
+    c.sde.strategy, c.sde.window = "dual_window", 1
+    c.prompts = "shapes:train:2"
+    c.prompts_per_step, c.group_size = 8, 8
+    c.micro_samples = 32
+    c.reward.shapes = 1.0
+    c.steps, c.save_every, c.sample_every = 20, 5, 0
+    c.clip.high = c.clip.low = 1e-3
+    for optim in (c.optim.high, c.optim.low):
+        optim.lr = 1e-3
+    c.eval.prompts = "shapes:heldout:2"
+    return c

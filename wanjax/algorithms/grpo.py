@@ -1,0 +1,384 @@
+"""GRPO on the denoising transitions of one or two experts (Flow-GRPO 2505.05470, DanceGRPO
+2505.07818).
+
+collect: K samples per prompt by the current policy with SDE steps at the epoch's window -> decode
+-> reward -> advantage.
+update: for each of `updates` optimizer steps, replay the stored transitions of a share of the
+samples through the expert that made them, score them, and take one clipped policy-gradient step
+per expert.
+
+Shapes: P prompts, K group, B samples (P·K), W stored transitions a sample, M pairs (sample,
+transition) a micro-batch.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from wanjax import advantages, optim, sampler, schedule, sharding
+from wanjax import state as states
+from wanjax.losses import grpo as losses
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
+
+    group_size: int
+    prompts_per_step: int
+    advantage: str = "flow_grpo"
+    adv_clip_max: float = 5.0
+    updates: int = 1  # optimizer steps per rollout, each on its own share of the samples
+    micro_samples: int = 8  # samples per micro-batch
+    micro_steps: int = 1  # transitions of each of these samples per micro-batch
+    mix_experts: bool = False  # a micro-batch holds all transitions of its samples, both experts
+    clip: dict | None = None  # expert -> clip range
+    kl_kind: str = "g2h"
+    kl_beta: dict | None = None  # expert -> weight; 0 skips the reference pass
+    guard: bool = False  # GRPO-Guard ratio normalisation
+    recompute_old_logp: bool = (
+        False  # score under the trainer's own forward instead of the rollout's
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What collect hands to update; arrays over B samples, transitions over W."""
+
+    trajectory: sampler.Trajectory
+    ctx_BSE: jax.Array
+    uncond_1SE: jax.Array
+    adv_B: jax.Array
+    steps_W: np.ndarray  # sampler step of each stored transition
+    version: int  # policy that sampled
+    metrics: dict
+
+
+def check(setup: states.Setup) -> None:
+    """Raise ValueError for settings that cannot run, before anything is compiled."""
+    config: Config = setup.algorithm
+    samples = config.group_size * config.prompts_per_step
+    share, rest = divmod(samples, config.updates)
+    if config.group_size < 2:
+        raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
+    if rest:
+        raise ValueError(
+            f"prompts_per_step·group_size = {samples} samples do not divide into config.updates = "
+            f"{config.updates}; change one of them"
+        )
+    if share % config.micro_samples:
+        raise ValueError(
+            f"{share} samples per update do not divide into micro-batches of "
+            f"config.micro_samples = {config.micro_samples}; set it to a divisor of {share}"
+        )
+    if samples % setup.sampling.batch:
+        raise ValueError(
+            f"{samples} samples a step do not divide into rollouts of config.sampling.batch = "
+            f"{setup.sampling.batch}; set it to a divisor of {samples}"
+        )
+    if config.advantage not in advantages.PRESETS:
+        raise ValueError(
+            f"config.advantage is {config.advantage!r}; expected one of {tuple(advantages.PRESETS)}"
+        )
+    if config.kl_kind not in losses.KL_KINDS:
+        raise ValueError(f"config.kl.kind is {config.kl_kind!r}; expected one of {losses.KL_KINDS}")
+    if setup.sde.kind not in sampler.KINDS or setup.sde.kind == "ode":
+        raise ValueError(
+            f"config.sde.kind is {setup.sde.kind!r}; GRPO needs a stochastic kernel: "
+            f"{tuple(k for k in sampler.KINDS if k != 'ode')}"
+        )
+    for epoch in range(4):  # drawn windows differ per epoch
+        groups = _slots(setup, _window(setup, epoch))
+        if not any(groups.values()):
+            raise ValueError(
+                f"sde.strategy {setup.sde.strategy.name!r} picks no step of the trained experts "
+                f"{setup.experts} in epoch {epoch}; change config.experts or the sde section"
+            )
+        for expert, slots in groups.items():
+            if len(slots) % config.micro_steps and not config.mix_experts:
+                raise ValueError(
+                    f"expert {expert} trains {len(slots)} transitions a sample, not a multiple of "
+                    f"config.micro_steps = {config.micro_steps}; set it to a divisor"
+                )
+
+
+def init(key, setup: states.Setup, params: dict) -> states.State:
+    """State at step 0; full weights keep a frozen reference only where a KL penalty reads it."""
+    return states.init(key, setup, params, keep_reference=any(setup.algorithm.kl_beta.values()))
+
+
+def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, reward: Callable):
+    """Sample K clips per prompt, score them and form advantages; returns a Batch.
+
+    reward(video_BTHWC uint8, prompts) -> (scores [B] or {name: [B]}, info {name: [B]}). All
+    device work is queued before the first video is fetched, so host rewards overlap with sampling
+    and decoding. Raises FloatingPointError with step and sample for a reward that is not finite.
+    """
+    config: Config = setup.algorithm
+    step, K = int(state.step), config.group_size
+    samples = len(prompts) * K
+    steps_W = _window(setup, step)
+    slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
+    key = jax.random.fold_in(jax.random.key(setup.seed), step)
+    policy = states.rollout_params(state)
+    ctx_BSE = jnp.repeat(jnp.asarray(ctx_PSE), K, axis=0)
+    pending = []
+    for first in range(0, samples, setup.sampling.batch):
+        ids = jnp.arange(first, first + setup.sampling.batch)
+        x0, trajectory = _rollout(
+            policy, ctx_BSE[first : first + len(ids)], uncond_1SE, key, ids, slot_I,
+            setup=setup, slots=len(steps_W),
+        )  # fmt: skip
+        pending.append((trajectory, states.decode(vae_params, x0, setup=setup)))
+    texts = [prompt for prompt in prompts for _ in range(K)]
+    size = setup.sampling.batch
+    results = [
+        reward(np.asarray(video), texts[i * size : (i + 1) * size])
+        for i, (_, video) in enumerate(pending)
+    ]
+    scores_MB = np.stack([np.concatenate([r[0][n] for r in results]) for n in setup.rewards])
+    info = {name: np.concatenate([r[1][name] for r in results]) for name in results[0][1]}
+    if not np.isfinite(scores_MB).all():
+        bad = int(np.argwhere(~np.isfinite(scores_MB))[0][1])
+        raise FloatingPointError(
+            f"step {step}, phase reward: sample {bad} ({texts[bad]!r}) got a reward that is not "
+            "finite; the last good checkpoint is kept"
+        )
+    scores_MPK = scores_MB.reshape(-1, len(prompts), K)
+    weights = list(setup.rewards.values())
+    adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
+    total_PK = np.einsum("m,mpk->pk", weights, scores_MPK)
+    metrics = {
+        "reward/mean": total_PK.mean(),
+        "reward/std": total_PK.std(),
+        "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
+        **{f"reward/{n}": s.mean() for n, s in zip(setup.rewards, scores_MB, strict=True)},
+        **{name: values.mean() for name, values in info.items()},
+    }
+    join = lambda *chunks: jnp.concatenate(chunks, axis=1)
+    return Batch(
+        jax.tree.map(join, *[trajectory for trajectory, _ in pending]),
+        ctx_BSE,
+        uncond_1SE,
+        jnp.asarray(adv_PK.reshape(-1), jnp.float32),
+        steps_W,
+        step,
+        metrics,
+    )
+
+
+def update(state, setup, batch: Batch):
+    """Take config.updates optimizer steps per expert on the batch; returns (state at step + 1,
+    metrics)."""
+    config: Config = setup.algorithm
+    if batch.version != int(state.step):
+        raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
+    samples = batch.adv_B.shape[0]
+    order = np.random.default_rng((setup.seed, batch.version)).permutation(samples)
+    groups = _slots(setup, batch.steps_W)
+    data = _replay_data(setup, batch)
+    if config.recompute_old_logp and config.updates > 1:
+        data["logp_WB"] = _rescore(state, setup, batch, data, groups)
+    collected = []
+    for number, share in enumerate(np.split(order, config.updates)):
+        # before the first optimizer step the policy is the one that sampled: its own score is the
+        # old one
+        on_policy = config.recompute_old_logp and number == 0
+        for index in _micro_batches(config, groups, np.sort(share)):
+            trained, opt, aux = _minibatch(
+                {e: states.trainable(state, setup)[e] for e in index},
+                {e: state.opt[e] for e in index},
+                {e: states.frozen(state, setup)[e] for e in index},
+                data, index, setup=setup, on_policy=on_policy,
+            )  # fmt: skip
+            state = states.replace_trainable(state, setup, trained)
+            state = state.replace(opt={**state.opt, **opt})
+            collected.append(aux)
+    return state.replace(step=state.step + 1), _merge_metrics(collected)
+
+
+@functools.partial(jax.jit, static_argnames=("setup", "slots"))
+def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
+    uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ids), *uncond_1SE.shape[1:]))
+    velocities = {
+        expert: states.velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE)
+        for expert, (params, adapter) in policy.items()
+    }
+    x = sampler.initial_noise(key, ids, states.latent_shape(setup))
+    return sampler.rollout(
+        velocities, sharding.constrain(x, "batch", None, None, None, None), key, ids,
+        setup.sampling.schedule, slot_I, slots=slots, kind=setup.sde.kind, eta=setup.sde.eta,
+        solver=setup.sampling.solver, keep_mean=setup.algorithm.guard,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("setup", "on_policy"), donate_argnames=("opt",))
+def _minibatch(trained, opt, frozen, data, index, *, setup, on_policy):
+    """One optimizer step for each expert in `index`; gradients are the exact mean over its micro-
+    batches."""
+
+    def loss(trained, pairs):
+        parts = {
+            expert: _pair_loss(trained[expert], frozen[expert], data, *pairs[expert],
+                               setup=setup, expert=expert, on_policy=on_policy)
+            for expert in pairs
+        }  # fmt: skip
+        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+
+    def accumulate(total, pairs):
+        gradient, aux = jax.grad(loss, has_aux=True)(trained, pairs)
+        return jax.tree.map(jnp.add, total, gradient), aux
+
+    zero = jax.tree.map(jnp.zeros_like, trained)
+    total, aux = jax.lax.scan(accumulate, zero, index)
+    count = jax.tree.leaves(index)[0].shape[0]
+    gradient = jax.tree.map(lambda g: g / count, total)
+    new_trained, new_opt, metrics = {}, {}, {}
+    for expert in trained:
+        optimizer = optim.make(setup.optim[expert])
+        updates, new_opt[expert] = optimizer.update(gradient[expert], opt[expert], trained[expert])
+        new_trained[expert] = optax.apply_updates(trained[expert], updates)
+        metrics |= {f"{name}/{expert}": value for name, value in aux[expert].items()}
+        metrics[f"grad_norm/{expert}"] = optim.global_norm(gradient[expert])
+    return new_trained, new_opt, metrics
+
+
+def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_policy):
+    """Loss and scalar statistics of M (transition, sample) pairs, all of one expert."""
+    config: Config = setup.algorithm
+    x, x_next = data["x_WB"][slot_M, sample_M], data["x_next_WB"][slot_M, sample_M]
+    sigma, sigma_next, t = (data[name][slot_M] for name in ("sigma_W", "sigma_next_W", "t_W"))
+    score = functools.partial(_score, setup, expert, x, x_next, sigma, sigma_next, t,
+                              data["ctx_BSE"][sample_M], data["uncond_1SE"])  # fmt: skip
+    params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})
+    v, mean, std, logp = score(params, adapter)
+    old = jax.lax.stop_gradient(logp) if on_policy else data["logp_WB"][slot_M, sample_M]
+    clip, adv = config.clip[expert], data["adv_B"][sample_M]
+    h = sigma - sigma_next
+    if config.guard:
+        mean_old = data["mean_WB"][slot_M, sample_M]
+        loss, aux = losses.guard_loss(
+            logp, old, adv, mean, mean_old, std, h, clip=clip, adv_clip_max=config.adv_clip_max
+        )
+    else:
+        loss, aux = losses.grpo_loss(logp, old, adv, clip=clip, adv_clip_max=config.adv_clip_max)
+    if config.kl_beta[expert]:
+        base = (params, {}) if setup.lora.rank else (frozen, {})
+        v_ref, mean_ref, _, _ = jax.lax.stop_gradient(score(*base))
+        pair = (v, v_ref) if config.kl_kind == "v_mse" else (mean, mean_ref)
+        kl = losses.kl_loss(config.kl_kind, *pair, std_B=std, h_B=h)
+        loss = loss + config.kl_beta[expert] * kl
+        aux |= {"kl": kl, "loss": loss}
+    aux["logp_gap"] = jnp.abs(
+        jax.lax.stop_gradient(logp) - data["logp_WB"][slot_M, sample_M]
+    ).mean()
+    return loss, {f"grpo/{name}": value for name, value in aux.items()}
+
+
+def _score(setup, expert, x, x_next, sigma, sigma_next, t, ctx, uncond_1SE, params, adapter):
+    """(velocity, transition mean, std, log-prob) of stored transitions under given weights."""
+    uncond = jnp.broadcast_to(uncond_1SE, (x.shape[0], *uncond_1SE.shape[1:]))
+    v = states.velocity(setup, expert, params, adapter, ctx, uncond)(x, t)
+    logp, mean, std = sampler.sde_logp(
+        x, x_next, v, sigma, sigma_next, kind=setup.sde.kind, eta=setup.sde.eta,
+        sigma_max=setup.sampling.schedule.sigmas[1],
+    )  # fmt: skip
+    return v, mean, std, logp
+
+
+def _rescore(state, setup, batch, data, groups):
+    """Log-probs [W, B] of the batch under the current weights, by the trainer's forward."""
+    logp_WB = data["logp_WB"]
+    samples = np.arange(batch.adv_B.shape[0])
+    for index in _micro_batches(setup.algorithm, groups, samples):
+        for expert, pairs in index.items():
+            scored = _score_pairs(
+                states.trainable(state, setup)[expert], states.frozen(state, setup)[expert],
+                data, pairs, setup=setup, expert=expert,
+            )  # fmt: skip
+            logp_WB = logp_WB.at[pairs].set(scored)
+    return logp_WB
+
+
+@functools.partial(jax.jit, static_argnames=("setup", "expert"))
+def _score_pairs(trained, frozen, data, pairs, *, setup, expert):
+    def one(pair):
+        slot_M, sample_M = pair
+        params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})
+        return _score(
+            setup, expert, data["x_WB"][pair], data["x_next_WB"][pair], data["sigma_W"][slot_M],
+            data["sigma_next_W"][slot_M], data["t_W"][slot_M], data["ctx_BSE"][sample_M],
+            data["uncond_1SE"], params, adapter,
+        )[3]  # fmt: skip
+
+    return jax.lax.map(one, pairs)
+
+
+def _replay_data(setup, batch):
+    """The arrays that a replay gathers from, by name; levels are float32 as in the rollout."""
+    plan, steps_W = setup.sampling.schedule, batch.steps_W
+    trajectory = batch.trajectory
+    data = {
+        "x_WB": trajectory.x,
+        "x_next_WB": trajectory.x_next,
+        "logp_WB": trajectory.logp,
+        "sigma_W": jnp.asarray(plan.sigmas[steps_W], jnp.float32),
+        "sigma_next_W": jnp.asarray(plan.sigmas[steps_W + 1], jnp.float32),
+        "t_W": jnp.asarray(plan.timesteps[steps_W], jnp.float32),
+        "ctx_BSE": batch.ctx_BSE,
+        "uncond_1SE": batch.uncond_1SE,
+        "adv_B": batch.adv_B,
+    }
+    return data | ({"mean_WB": trajectory.mean} if setup.algorithm.guard else {})
+
+
+def _window(setup, epoch: int) -> np.ndarray:
+    return schedule.sde_steps(
+        setup.sampling.schedule, setup.sde.strategy, epoch=epoch, seed=setup.seed
+    )
+
+
+def _slots(setup, steps_W) -> dict[str, list[int]]:
+    """Trained expert -> positions in steps_W of the transitions that it made."""
+    owner = [schedule.expert_name(setup.sampling.schedule, int(i)) for i in steps_W]
+    return {e: [w for w, name in enumerate(owner) if name == e] for e in setup.experts}
+
+
+def _micro_batches(config: Config, groups, share) -> list[dict]:
+    """Index sets {expert: (slot [n, M], sample [n, M])}, one optimizer step each.
+
+    Homogeneous: one set per expert, micro_samples x micro_steps pairs a micro-batch. Mixed: one
+    set, all transitions of micro_samples samples a micro-batch, grouped by expert.
+    """
+
+    def pairs(slots, width):
+        rows = []
+        for samples in share.reshape(-1, config.micro_samples):
+            for chunk in np.reshape(slots, (-1, width)):
+                slot, sample = np.meshgrid(chunk, samples, indexing="ij")
+                rows.append((slot.ravel(), sample.ravel()))
+        slot, sample = zip(*rows, strict=True)
+        return jnp.asarray(np.stack(slot)), jnp.asarray(np.stack(sample))
+
+    present = {expert: slots for expert, slots in groups.items() if slots}
+    if config.mix_experts:
+        return [{expert: pairs(slots, len(slots)) for expert, slots in present.items()}]
+    return [{expert: pairs(slots, config.micro_steps)} for expert, slots in present.items()]
+
+
+def _merge_metrics(collected: list[dict]) -> dict:
+    """Reduce micro-batches and optimizer steps: extremes of *_min and *_max, means of the rest."""
+    gathered: dict[str, list] = {}
+    for metrics in collected:
+        for name, value in metrics.items():
+            gathered.setdefault(name, []).append(jnp.atleast_1d(value))
+    pick = {"ratio_min": jnp.min, "ratio_max": jnp.max}
+    return {
+        name: pick.get(name.split("/")[1], jnp.mean)(jnp.concatenate(values))
+        for name, values in gathered.items()
+    }
