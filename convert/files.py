@@ -204,6 +204,11 @@ def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
             view, offset = view[got:], offset + got
 
 
+def open_any(path) -> tuple[Tensors, dict[str, str]]:
+    """Open one tensor file by its content."""
+    return open_safetensors(path)
+
+
 def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
     """Return ({name: Tensor}, metadata) of a folder: an index and its shards, or plain files.
 

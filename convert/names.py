@@ -68,7 +68,7 @@ def torch_shape(path: str, shape: tuple) -> tuple:
 
 # ---- patterns between diffusers and original names ----
 
-_ALTERNATIVES = {
+ALTERNATIVES = {
     "i": r"\d+",
     "j": r"\d+",  # i + 1
     "p": "weight|bias",
@@ -308,7 +308,7 @@ def _compile(pattern: str) -> re.Pattern:
             out.append(f"(?P={part})")
         else:
             seen.add(part)
-            out.append(f"(?P<{part}>{_ALTERNATIVES[part]})")
+            out.append(f"(?P<{part}>{ALTERNATIVES[part]})")
     return re.compile("".join(out))
 
 

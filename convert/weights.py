@@ -104,16 +104,16 @@ def read(path) -> Checkpoint:
             f"{path}: no model_index.json, expected a diffusers folder; set model.path to the "
             "folder that holds transformer/, vae/ and text_encoder/"
         )
-    checkpoint = Checkpoint(str(path), {}, {}, index=_json(path / "model_index.json"))
+    checkpoint = Checkpoint(str(path), {}, {}, index=read_json(path / "model_index.json"))
     for component in COMPONENTS:
         if (path / component).is_dir():
             tensors, _ = files.open_folder(path / component)
             checkpoint.tensors[component] = _hub(tensors, component, f"{path}/{component}")
-            checkpoint.configs[component] = _json(path / component / "config.json")
+            checkpoint.configs[component] = read_json(path / component / "config.json")
     if (path / "scheduler/scheduler_config.json").is_file():
-        checkpoint.scheduler = _json(path / "scheduler/scheduler_config.json")
+        checkpoint.scheduler = read_json(path / "scheduler/scheduler_config.json")
     if (path / "wanjax.json").is_file():
-        checkpoint.extra = _json(path / "wanjax.json")
+        checkpoint.extra = read_json(path / "wanjax.json")
     if (path / "tokenizer").is_dir():
         checkpoint.tokenizer = path / "tokenizer"
     if "transformer" not in checkpoint.tensors:
@@ -121,7 +121,8 @@ def read(path) -> Checkpoint:
     return checkpoint
 
 
-def _json(path: pathlib.Path) -> dict:
+def read_json(path: pathlib.Path) -> dict:
+    """Read a JSON object; ValueError naming the file if it is none."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -403,6 +404,13 @@ def _gather(leaf, layer: tuple, axes: tuple, index: files.Index) -> np.ndarray:
         part = _range(leaf, [s.start for s in at], sizes=tuple(s.stop - s.start for s in at))
         part = np.asarray(part if local else multihost_utils.process_allgather(part, tiled=True))
     return part.reshape(part.shape[len(layer) :]).transpose(np.argsort(axes))
+
+
+def to_host(leaf) -> np.ndarray:
+    """Return a whole array as numpy, gathered from all processes if it is spread over them."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
 
 
 @partial(jax.jit, static_argnames="sizes")
