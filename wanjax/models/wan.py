@@ -132,7 +132,7 @@ def store(params, dtype):
 def logical_axes(path: str, leaf) -> tuple[str | None, ...]:
     """Logical axes of a parameter or adapter leaf, for `sharding.tree_shardings`."""
     stack = ("layers",) if path.startswith(STACK + "/") else ()
-    *_, module, name = path.split("/")
+    module, name = ("", *path.split("/"))[-2:]
     column = module in ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "ffn.net.0.proj")
     row = module in ("to_out.0", "ffn.net.2")
     wide = "mlp" if module.startswith("ffn") else "heads"
