@@ -122,7 +122,7 @@ def make_run(run_dir, steps=40, done=None, lr=2e-4, gain=1.0, seed=0, samples=6)
                 "reward_after": 0.523 + 0.22 * gain,
                 "success_before": 0.41,
                 "success_after": 0.41 + 0.2 * gain,
-                "prompts": 64,
+                "eval_prompts": 64,
                 "seconds": {"rollout": 130.0},
                 "report": "report.html",
             },
@@ -173,7 +173,7 @@ def write(runs, out):
 def test_finished_run_shows_result_videos_curves_times_and_settings(finished, tmp_path):
     page = write([finished], tmp_path)
     assert (
-        "On 64 held-out prompts the mean reward rose from 0.523 to 0.743, "
+        "On 64 evaluation prompts the mean reward rose from 0.523 to 0.743, "
         "strict success went from 41.0\u00a0% to 61.0\u00a0%." in page.text
     )
     assert "+20.0 points" in page.text and "8.4 s a step" in page.text

@@ -36,20 +36,10 @@ FORMAT = 1
 _MANIFEST = "MANIFEST.json"
 _STEP = re.compile(r"step_(\d{8,})")
 
-# Config keys (dotted; a key also covers everything below it) that may differ when a run continues.
-VARIABLE_KEYS = (
-    "steps",
-    "log_every",
-    "save_every",
-    "sample_every",
-    "eval_every",
-    "report_every",
-    "keep_last",
-    "keep_every",
-    "wandb",
-    "tensorboard",
-    "resume",
-)
+# Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
+# long it runs, what it writes how often, where it lies, and what it runs on.
+VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
+VARIABLE_KEYS += ("resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
 
 
 def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:

@@ -171,8 +171,9 @@ def _in_words(run):
     if "reward_before" in s and "reward_after" in s:
         before, after = s["reward_before"], s["reward_after"]
         verb = "rose" if after > before else "fell" if after < before else "stayed"
-        prompts = f"{s['prompts']} held-out prompts" if "prompts" in s else "held-out prompts"
-        text = f"On {prompts} the mean reward {verb} from {_num(before)} to {_num(after)}"
+        count = f"{s['eval_prompts']} " if "eval_prompts" in s else ""
+        text = f"On {count}evaluation prompts the mean reward {verb} "
+        text += f"from {_num(before)} to {_num(after)}"
         if "success_before" in s and "success_after" in s:
             before, after = _percent(s["success_before"]), _percent(s["success_after"])
             text += f", strict success went from {before} to {after}"

@@ -7,6 +7,7 @@
 Frames are [T, H, W, 3] uint8. H.264 loses detail: the files are for people, nothing reads them.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -15,8 +16,6 @@ from collections.abc import Sequence
 import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
-
-from wanjax import checkpoint
 
 # One thread and no encoder tags: the same frames give the same bytes.
 _ENCODER = ["-crf", "15", "-preset", "medium", "-threads", "1", "-map_metadata", "-1"]
@@ -76,7 +75,8 @@ def write_samples(
         write_mp4(folder / f"{n:03d}.mp4", frames, fps)
         (folder / f"{n:03d}.txt").write_text(prompt + "\n", encoding="utf-8")
     if scores is not None:
-        checkpoint.write_json(folder / "scores.json", [dict(score) for score in scores])
+        text = json.dumps([dict(score) for score in scores], indent=1)
+        (folder / "scores.json").write_text(text + "\n", encoding="utf-8")
     return folder
 
 
