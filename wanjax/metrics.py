@@ -110,7 +110,7 @@ class MetricsWriter:
         assert self._pending is not None and self._file is not None
         (step, values), self._pending = self._pending, None
         self._next = step + 1
-        fetched = jax.device_get(values)  # one transfer; it sorts the keys, `values` has their order
+        fetched = jax.device_get(values)  # sorts the keys; `values` has the given order
         record = {key: _scalar(key, fetched[key]) for key in values}
         self._times.append(time.monotonic())
         record["time/wall"] = time.time()
