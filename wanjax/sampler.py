@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-KINDS = ("ode", "flow", "dance", "cps", "linear")
+STOCHASTIC = ("flow", "dance", "cps", "linear")
+KINDS = ("ode", *STOCHASTIC)
 
 # 1 − σ below this counts as σ = 1, where `flow` has its singularity: covers diffusers UniPC
 # (1e-6) and Wan UniPC (3e-4 at shift 3), and leaves the integer timestep 999 alone. An exact
@@ -110,7 +111,13 @@ def rollout(
     slot_I: int32 [I] (schedule.slot_table), where the transition of a step is stored, −1 for a
       step of the ODE solver. It is data: another window of the same size does not recompile.
     slots: number W of stored transitions (static). keep_mean also stores the transition means.
+    eta: Python number, > 0 (ignored by "linear"), and ≤ 1 for "cps".
     """
+    if kind not in STOCHASTIC:
+        raise ValueError(f"sde.kind is {kind!r}; training needs one of {', '.join(STOCHASTIC)}")
+    if kind != "linear" and not (eta > 0 and (kind != "cps" or eta <= 1)):
+        limit = "in (0, 1]" if kind == "cps" else "above 0"
+        raise ValueError(f"sde.eta is {eta} for sde.kind {kind!r}; expected a number {limit}")
     if slots < 1:
         raise ValueError(
             f"rollout has {slots} SDE steps; set sde.window to at least 1 or use sample()"

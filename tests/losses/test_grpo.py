@@ -96,15 +96,15 @@ def test_guard_equals_golden(x64, case):
         (std_B, "noise_std"),
         (((mean - mean_old) ** 2).mean((1, 2, 3, 4)), "mse"),
         (jnp.exp(logp - logp_old), "ratio_plain"),
-        (jnp.exp(grpo.guard_log_ratio(logp, logp_old, mean, mean_old, std_B)), "ratio_norm"),
-        (jnp.exp(grpo.guard_log_ratio(logp, logp_old, mean, mean_old, std_B)), "ratio_ff"),
+        (jnp.exp(grpo.guard_log_ratio(logp, logp_old, mean, mean_old, std_B=std_B)), "ratio_norm"),
+        (jnp.exp(grpo.guard_log_ratio(logp, logp_old, mean, mean_old, std_B=std_B)), "ratio_ff"),
     ):
         close(ours, jnp.broadcast_to(g[field], ours.shape))
     adv, clip = jnp.asarray(g["adv"]), float(g["clip_range"])
     h_B = jnp.full_like(std_B, g["sqrt_dt"] ** 2)
-    guard = lambda h_B: grpo.guard_loss(logp, logp_old, adv, mean, mean_old, std_B, h_B, clip=clip)[
-        0
-    ]
+    guard = lambda h_B: grpo.guard_loss(
+        logp, logp_old, adv, mean, mean_old, std_B=std_B, h_B=h_B, clip=clip
+    )[0]
     close(grpo.grpo_loss(logp, logp_old, adv, clip=clip)[0], g["loss_plain"])
     close(guard(h_B), g["loss_norm_over_dt"])
     close(guard(jnp.ones_like(h_B)), g["loss_ff"])
@@ -152,7 +152,9 @@ def test_old_log_prob_advantage_and_reference_get_no_gradient():
     kl = lambda new, ref: grpo.kl_loss("g2h", new, ref, std_B=ones)
     grad_new, grad_ref = jax.grad(kl, argnums=(0, 1))(mean, ref)
     assert np.all(grad_ref == 0) and np.all(grad_new != 0)
-    guard = lambda old: grpo.guard_loss(logp, logp, adv, mean, old, ones, ones, clip=9.0)[0]
+    guard = lambda old: grpo.guard_loss(logp, logp, adv, mean, old, std_B=ones, h_B=ones, clip=9.0)[
+        0
+    ]
     assert np.all(jax.grad(guard)(ref) == 0)
 
 
@@ -205,7 +207,7 @@ def test_shape_mismatch_is_an_error():
     with pytest.raises(ValueError, match="shapes differ"):
         grpo.grpo_loss(two, two, one, clip=0.1)
     with pytest.raises(ValueError, match="shapes differ"):
-        grpo.guard_loss(one, one, one, two, two, jnp.ones(2), one, clip=0.1)
+        grpo.guard_loss(one, one, one, two, two, std_B=jnp.ones(2), h_B=one, clip=0.1)
     with pytest.raises(ValueError, match="shapes differ"):
         grpo.kl_loss("g2h", two, jnp.zeros((3, 1)), std_B=one)
     with pytest.raises(ValueError, match="shapes differ"):

@@ -32,7 +32,7 @@ def grpo_loss(logp_B, logp_old_B, adv_B, *, clip, adv_clip_max: float = 5.0):
 
 
 def guard_loss(
-    logp_B, logp_old_B, adv_B, mean_B, mean_old_B, std_B, h_B, *, clip, adv_clip_max: float = 5.0
+    logp_B, logp_old_B, adv_B, mean_B, mean_old_B, *, std_B, h_B, clip, adv_clip_max: float = 5.0
 ):
     """GRPO-Guard loss; returns (loss, aux).
 
@@ -40,13 +40,13 @@ def guard_loss(
     or ones for the ratio normalisation without gradient reweighting (Flow-Factory).
     """
     _same_shape(logp=logp_B, logp_old=logp_old_B, adv=adv_B, std=std_B, h=h_B)
-    log_ratio_B = guard_log_ratio(logp_B, logp_old_B, mean_B, mean_old_B, std_B)
+    log_ratio_B = guard_log_ratio(logp_B, logp_old_B, mean_B, mean_old_B, std_B=std_B)
     term_B, aux = _clipped(log_ratio_B, adv_B, clip, adv_clip_max)
     loss = (term_B / h_B).mean()
     return loss, {"loss": loss, **aux}
 
 
-def guard_log_ratio(logp_B, logp_old_B, mean_B, mean_old_B, std_B):
+def guard_log_ratio(logp_B, logp_old_B, mean_B, mean_old_B, *, std_B):
     """Normalised log-ratio of GRPO-Guard: s·Δlogp + mean (Δmean)²/(2·s)."""
     bias_B = _mean_square(mean_B, jax.lax.stop_gradient(mean_old_B)) / (2 * std_B)
     return (logp_B - jax.lax.stop_gradient(logp_old_B)) * std_B + bias_B
