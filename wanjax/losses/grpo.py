@@ -66,10 +66,10 @@ def kl_loss(kind: str, new_B, ref_B, *, std_B=None, h_B=None):
     d_B = _mean_square(new_B, jax.lax.stop_gradient(ref_B))
     if kind == "g2":
         _same_shape(mean=d_B, std=std_B, h=h_B)
-        d_B = d_B * h_B / (2 * std_B**2)
+        d_B = d_B * h_B / (2 * jnp.square(std_B))
     elif kind == "g2h":
         _same_shape(mean=d_B, std=std_B)
-        d_B = d_B / (2 * std_B**2)
+        d_B = d_B / (2 * jnp.square(std_B))
     return d_B.mean()
 
 
