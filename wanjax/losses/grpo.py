@@ -64,12 +64,12 @@ def kl_loss(kind: str, new_B, ref_B, *, std_B=None, h_B=None):
     if kind not in KL_KINDS:
         raise ValueError(f"kl.kind is {kind!r}; expected one of {', '.join(KL_KINDS)}")
     d_B = _mean_square(new_B, jax.lax.stop_gradient(ref_B))
-    if kind == "g2":
-        _same_shape(mean=d_B, std=std_B, h=h_B)
-        d_B = d_B * h_B / (2 * jnp.square(std_B))
-    elif kind == "g2h":
+    if kind in ("g2", "g2h"):
         _same_shape(mean=d_B, std=std_B)
-        d_B = d_B / (2 * jnp.square(std_B))
+        d_B = d_B / (2 * jnp.square(jnp.asarray(std_B)))
+    if kind == "g2":
+        _same_shape(mean=d_B, h=h_B)
+        d_B = d_B * jnp.asarray(h_B)
     return d_B.mean()
 
 
