@@ -60,7 +60,7 @@ def frame_grid(path, videos: Sequence[np.ndarray], columns: int = 6) -> None:
 def write_samples(
     run_dir,
     step: int,
-    videos: Sequence[np.ndarray],
+    videos: Sequence[np.ndarray] | np.ndarray,
     prompts: Sequence[str],
     fps: int,
     scores: Sequence[dict[str, float]] | None = None,
