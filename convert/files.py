@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class Tensor:
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
     where: str
+    compact: np.dtype | None = None  # what to store when nobody chose: quantised data reads float32
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,8 @@ def cast(tensor: Tensor, dtype) -> Tensor:
     dtype = np.dtype(dtype)
     if dtype == tensor.dtype:
         return tensor
-    return replace(tensor, dtype=dtype, read=lambda index: tensor.read(index).astype(dtype))
+    read = lambda index: tensor.read(index).astype(dtype)
+    return replace(tensor, dtype=dtype, read=read, compact=None)
 
 
 def squeeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -98,6 +101,59 @@ def unsqueeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
         shape[a] = n
     read = lambda index: np.expand_dims(tensor.read(tuple(index[a] for a in kept)), axes)
     return replace(tensor, shape=tuple(shape), read=read)
+
+
+def rows(tensor: Tensor, first: int, last: int) -> Tensor:
+    """View rows first..last-1 of axis 0."""
+    move = lambda i: slice(i.start + first, i.stop + first)
+    read = lambda index: tensor.read((move(index[0]), *index[1:]))
+    return replace(tensor, shape=(last - first, *tensor.shape[1:]), read=read)
+
+
+def join(tensors: list[Tensor]) -> Tensor:
+    """Concatenate along axis 0; different dtypes meet in float32."""
+    if len({t.dtype for t in tensors}) > 1:
+        tensors = [cast(t, np.float32) for t in tensors]
+    starts = np.cumsum([0, *(t.shape[0] for t in tensors)])
+
+    def read(index):
+        parts = []
+        for tensor, at in zip(tensors, starts, strict=False):
+            first, last = max(index[0].start - at, 0), min(index[0].stop - at, tensor.shape[0])
+            if first < last:
+                parts.append(tensor.read((slice(int(first), int(last)), *index[1:])))
+        return np.concatenate(parts) if parts else np.empty((0, *tensors[0].shape[1:]))
+
+    return replace(tensors[0], shape=(int(starts[-1]), *tensors[0].shape[1:]), read=read)
+
+
+def dequantise(tensor: Tensor, scale: Tensor) -> Tensor:
+    """w · scale in float32; the scale is one number, one per row [O,1], or per block [O,N,1]."""
+    factor = scale.all().astype(np.float32)
+    whole = factor.size == 1
+    blocks = factor.shape[1] if factor.ndim > 1 else 1
+    if not np.isfinite(factor).all():
+        raise ValueError(f"{scale.where}: a scale is not finite")
+    if not whole and (
+        len(tensor.shape) != 2
+        or factor.size != tensor.shape[0] * blocks
+        or len(factor) != tensor.shape[0]
+        or tensor.shape[1] % blocks
+    ):
+        raise ValueError(
+            f"{scale.where}: scale of shape {scale.shape} does not fit a weight of {tensor.shape}"
+        )
+
+    def read(index):
+        if whole:
+            return tensor.read(index).astype(np.float32) * factor.reshape(())
+        full = tensor.read((index[0], slice(0, tensor.shape[1]))).astype(np.float32)
+        part = factor[index[0]].reshape(len(full), blocks, 1)
+        return (full.reshape(len(full), blocks, -1) * part).reshape(full.shape)[:, index[1]]
+
+    return replace(
+        tensor, dtype=np.dtype(np.float32), read=read, compact=np.dtype(ml_dtypes.bfloat16)
+    )
 
 
 # ---- safetensors in ----
@@ -205,8 +261,97 @@ def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
 
 
 def open_any(path) -> tuple[Tensors, dict[str, str]]:
-    """Open one tensor file by its content."""
+    """Open one tensor file; safetensors, torch zip or GGUF is read from its first bytes."""
+    path = pathlib.Path(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+    if head[:4] == b"GGUF":
+        return open_gguf(path), {}
+    if head[:2] == b"PK":
+        return open_torch(path), {}
+    if head[:1] == b"\x80" and path.suffix != ".safetensors":
+        raise ValueError(f"{path}: old torch pickle; save it again with torch.save, it is not read")
     return open_safetensors(path)
+
+
+def open_torch(path) -> Tensors:
+    """Open a .pth with torch's restricted unpickler, mapped and not read; no code in it runs."""
+    import torch  # the only format that needs it
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [i.filename for i in archive.infolist() if i.compress_type != 0]
+        if packed:
+            raise ValueError(f"compressed entries ({some(packed)})")
+        data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # damaged or hostile: any error of zip, pickle or storage code
+        raise ValueError(f"{path}: not a safe torch weights file: {_line(error)}") from None
+    for key in ("state_dict", "model", "module"):
+        if isinstance(data, dict) and isinstance(data.get(key), dict):
+            data = data[key]
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"{path}: holds {type(data).__name__}, expected a dict of tensors")
+    tensors = {}
+    for name, value in data.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.is_sparse:
+            raise ValueError(f"{path}: entry {_line(name)!r} is no tensor; save the weights alone")
+        if value.numel() * value.element_size() > max(value.untyped_storage().nbytes(), 0):
+            raise ValueError(f"{path}: tensor {_line(name)!r} is larger than its storage")
+        dtype = np.dtype(getattr(ml_dtypes, str(value.dtype)[6:], None) or str(value.dtype)[6:])
+
+        def read(index, value=value, dtype=dtype):
+            part = value[index].contiguous() if value.ndim else value
+            return part.view(torch.uint8).numpy().view(dtype).reshape(part.shape).copy()
+
+        tensors[name] = Tensor(tuple(value.shape), dtype, read, str(path))
+    return tensors
+
+
+def open_gguf(path) -> Tensors:
+    """Open a GGUF file; quantised tensors read as float32."""
+    import gguf  # an optional dependency
+
+    plain = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
+    known = (*plain, *(gguf.GGMLQuantizationType[k] for k in ("BF16", "Q8_0", "Q4_K")))
+    try:
+        reader = gguf.GGUFReader(path)
+        found = {t.name: t for t in reader.tensors}
+        shapes = {}
+        for name, t in found.items():
+            shape = tuple(int(n) for n in reversed(t.shape))
+            original = reader.get_field(f"comfy.gguf.orig_shape.{name}")
+            if original is not None:
+                shape = tuple(int(original.parts[k][0]) for k in original.data)
+            shapes[name] = shape
+    except Exception as error:  # the reader checks little: any error means a damaged file
+        raise ValueError(f"{path}: damaged GGUF file: {_line(error)}") from None
+    tensors = {}
+    for name, t in found.items():
+        if t.tensor_type not in known:
+            raise ValueError(
+                f"{path}: tensor {name!r} is {t.tensor_type.name}; read are F32 F16 BF16 Q8_0 Q4_K"
+            )
+        shape = shapes[name]
+        if name.endswith("patch_embedding.weight") and len(shape) == 4:
+            shape = (shape[0], -1, 1, *shape[2:])  # the format stops at four axes
+        count = math.prod(int(n) for n in t.shape)
+        shape = tuple(count // -math.prod(shape) if n == -1 else n for n in shape)
+        if math.prod(shape) != count:
+            raise ValueError(f"{path}: tensor {name!r} of {count} values has shape {shape}")
+
+        def read(index, t=t, shape=shape):
+            values = t.data
+            if t.tensor_type not in plain and len(shape) == 2 and values.ndim == 2:
+                part = gguf.quants.dequantize(values[index[0]], t.tensor_type)
+                return np.array(part.reshape(-1, shape[1])[:, index[1]])
+            if t.tensor_type not in plain:
+                values = gguf.quants.dequantize(values, t.tensor_type)
+            return np.array(values.reshape(shape)[index])
+
+        dtype = np.dtype(plain.get(t.tensor_type, np.float32))
+        compact = None if t.tensor_type in plain else np.dtype(ml_dtypes.bfloat16)
+        tensors[name] = Tensor(shape, dtype, read, str(path), compact)
+    return tensors
 
 
 def open_folder(folder) -> tuple[Tensors, dict[str, str]]:

@@ -11,6 +11,7 @@ rewritten as exact pairs, so everything can be exported to any dialect and train
 Dimension legend: R rank, I inputs, O outputs, L layers.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import itertools
@@ -19,6 +20,7 @@ import math
 import os
 import pathlib
 import re
+import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -225,16 +227,7 @@ def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
 
 def _expert_of(path: pathlib.Path, metadata: dict[str, str]) -> str | None:
     """Which expert the header, else the file name, else the folder name says."""
-    found = None
-    for text in (path.stem, path.parent.name):
-        sides = {s for s in EXPERTS if re.search(rf"(?i)(?<![a-z]){s}(?![a-z])|{s}_?noise", text)}
-        if len(sides) == 2 and text == path.stem:
-            raise ValueError(
-                f"{path}: the name says both high and low; pass expert, or :high / :low"
-            )
-        if len(sides) == 1:
-            found = sides.pop()
-            break
+    found = weights.expert_in_name(path.stem) or weights.expert_in_name(path.parent.name)
     header = metadata.get("wanjax.expert")
     if header in EXPERTS:
         if found not in (None, header):
@@ -558,6 +551,31 @@ def of_trees(adapters, metadata: dict[str, str] | None = None) -> Adapter:
     return out
 
 
+def summary(adapter: Adapter, strength: float = 1.0) -> str:
+    """One line: modules, effective scale, and the relative size of the change on a probe input."""
+    pairs = [p for part in adapter.modules.values() for p in part.values()]
+    dense = sum(map(len, adapter.dense.values()))
+    scales = np.asarray([p.scale * strength for p in pairs] or [strength])
+    size = probe(adapter) * abs(strength)
+    if size == 0:
+        raise ValueError("the adapter changes nothing: all its updates are zero")
+    text = f"{len(pairs)} low-rank and {dense} dense changes, scale min {scales.min():g} "
+    text += f"median {np.median(scales):g} max {scales.max():g}, probe change {size:.2e}"
+    return "; ".join([text, *adapter.notes])
+
+
+def probe(adapter: Adapter) -> float:
+    """Largest root-mean-square response of any update to a standard normal input."""
+    rng, worst = np.random.default_rng(0), 0.0
+    for part in adapter.modules.values():
+        for pair in part.values():
+            x = rng.standard_normal(pair.a.shape[1]).astype(np.float32)
+            y = pair.b.astype(np.float32) @ (pair.a.astype(np.float32) @ x) * pair.scale
+            worst = max(worst, float(np.sqrt(np.mean(np.square(y)))))
+    sizes = (np.abs(d.astype(np.float32)).max() for p in adapter.dense.values() for d in p.values())
+    return max([worst, *map(float, sizes)])
+
+
 # ---- out ----
 
 
@@ -681,3 +699,114 @@ def _peft_settings(pairs: dict[str, LowRank], prefix: str) -> dict:
         "target_modules": sorted(pairs),
     }
     return {prefix + key: value for key, value in settings.items()}
+
+
+# ---- extraction ----
+
+
+def extract(base: files.Tensors, tuned: files.Tensors, rank: int) -> tuple[dict, dict, float]:
+    """Approximate tuned − base of one transformer by pairs of one rank, and by dense vectors.
+
+    Randomised SVD (arXiv 0909.4061, two power iterations): exact when the change has that rank.
+    Returns ({module: LowRank}, {parameter: change}, lost fraction |Δ − approximation| / |Δ|).
+    """
+    if {n: t.shape for n, t in base.items()} != {n: t.shape for n, t in tuned.items()}:
+        raise ValueError("base and tuned checkpoints have different tensors; use one variant")
+    if rank < 1:
+        raise ValueError(f"rank is {rank}, expected at least 1")
+    pairs, dense, lost, size = {}, {}, 0.0, 0.0
+    for name in base:
+        change = tuned[name].all().astype(np.float32) - base[name].all().astype(np.float32)
+        if not change.any():
+            continue
+        size += float(np.square(change, dtype=np.float64).sum())
+        if change.ndim == 2 and name.endswith(".weight"):
+            pair = _low_rank(change, min(rank, *change.shape))
+            pairs[name.removesuffix(".weight")] = pair
+            lost += float(np.square(change - pair.delta(), dtype=np.float64).sum())
+        else:
+            dense[name] = change
+    if not size:
+        raise ValueError("base and tuned checkpoints are equal; nothing to extract")
+    return pairs, dense, math.sqrt(lost / size)
+
+
+def _low_rank(change: np.ndarray, rank: int) -> LowRank:
+    sketch = np.random.default_rng(0).standard_normal(
+        (change.shape[1], min(rank + 8, *change.shape))
+    )
+    q = np.linalg.qr(change @ sketch.astype(np.float32))[0]
+    for _ in range(2):
+        q = np.linalg.qr(change @ np.linalg.qr(change.T @ q)[0])[0]
+    u, s, vt = np.linalg.svd(q.T @ change, full_matrices=False)
+    root = np.sqrt(s[:rank])
+    return LowRank(root[:, None] * vt[:rank], (q @ u[:, :rank]) * root, 1.0)
+
+
+# ---- command ----
+
+
+def main(argv=None) -> int:
+    """python -m convert.lora"""
+    parser = argparse.ArgumentParser(prog="python -m convert.lora", description=main.__doc__)
+    parser.add_argument("src", nargs="+", help="adapter file, folder, or a high and a low file")
+    parser.add_argument("--to", required=True, choices=DIALECTS)
+    parser.add_argument("--out", required=True, help="folder")
+    parser.add_argument("--name", help="stem of the written files (default: of the source)")
+    parser.add_argument("--expert", choices=(*EXPERTS, "both"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--combined", action="store_true", help="both experts in one file")
+    parser.add_argument("--model", help="a preset name or checkpoint to check the adapter against")
+    parser.add_argument("--strict", action=argparse.BooleanOptionalAction, default=True,
+                        help="fail when an adapter does not fit whole")  # fmt: skip
+    parser.add_argument("--base", help="extract: src is a tuned checkpoint, this its base")
+    parser.add_argument("--rank", type=int, default=64, help="rank of an extracted adapter")
+    args = parser.parse_args(argv)
+    try:
+        _convert(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _convert(args) -> None:
+    source = args.src[0] if len(args.src) == 1 else args.src
+    if args.base:
+        adapter = _extract_all(args.base, source, args.rank)
+    else:
+        adapter = read(source)
+    if args.expert:
+        adapter = route(adapter, EXPERTS, args.expert)
+    if args.model:
+        config = presets.MODELS.get(args.model) or weights.model_config(weights.read(args.model))
+        adapter, skipped = fit(route(adapter, config.experts), config)
+        if skipped and args.strict:
+            raise ValueError(f"{source}: {skipped}; pass --no-strict to convert the rest")
+        print(skipped or f"fits {config.name}")
+    print(summary(adapter))
+    if adapter.dense and args.to in ("diffusers", "diffsynth"):
+        print(f"note: {args.to} does not read its dense changes; ComfyUI and wanjax do")
+    dtype = None if args.dtype is None else np.dtype(jax.numpy.dtype(args.dtype))
+    stem = args.name or re.sub(r"(?i)[_-](high|low)(_?noise)?$", "", pathlib.Path(args.src[0]).stem)
+    paths = write(adapter, args.out, args.to, stem=stem, dtype=dtype, combined=args.combined)
+    print("\n".join(map(str, paths)))
+
+
+def _extract_all(base, tuned, rank: int) -> Adapter:
+    base, tuned = weights.read(base), weights.read(tuned)
+    sides = [e for e, c in weights.EXPERTS.items() if c in base.tensors and c in tuned.tensors]
+    if not sides:
+        raise ValueError(f"{base.where} and {tuned.where} have no transformer in common")
+    adapter = Adapter(metadata={"wanjax.base": weights.fingerprint(base)})
+    for side in sides:
+        component = weights.EXPERTS[side]
+        key = side if len(sides) > 1 else None
+        part = extract(base.tensors[component], tuned.tensors[component], rank)
+        adapter.modules[key], adapter.dense[key], lost = part
+        adapter.notes.append(f"{side}: rank {rank} leaves out {lost:.2e} of the change")
+    return adapter
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,11 +8,13 @@ and converting between layouts never holds more than a piece of one tensor.
 """
 
 import dataclasses
+import hashlib
 import importlib.resources
 import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import warnings
@@ -25,16 +27,18 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
 
-from convert import files, names
+from convert import files, infer, names
 from wanjax import sharding, trees
 from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
 _CHUNK = 256 << 20  # host bytes of one device transfer
-_RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
+RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
 _FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 _INIT = {
     "transformer": (wan.init, wan.WanConfig),
@@ -56,6 +60,8 @@ class Checkpoint:
     scheduler: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)  # wanjax.json: name, sampling, text_len
     tokenizer: pathlib.Path | None = None
+    spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
+    said: bool = False  # a file name told its expert
 
 
 def load(path, *, mesh=None, dtype=None):
@@ -69,6 +75,8 @@ def load(path, *, mesh=None, dtype=None):
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
+    if (pathlib.Path(path) / "arrays").is_dir() if isinstance(path, str | os.PathLike) else False:
+        return _restore(pathlib.Path(path).absolute(), mesh, dtype)
     checkpoint = read(path)
     config = model_config(checkpoint)
     keys = {component: expert for expert, component in EXPERTS.items()}
@@ -91,34 +99,238 @@ def load_component(folder, component: str, *, mesh=None, dtype=None):
     return tree, component_config(checkpoint, component)
 
 
+def _restore(path: pathlib.Path, mesh, dtype):
+    """Load the Orbax form, each process its own shards."""
+    checkpoint = Checkpoint(str(path), {}, {}, extra=read_json(path / "wanjax.json"))
+    checkpoint.configs = checkpoint.extra.pop("configs")
+    checkpoint.tensors = dict.fromkeys(checkpoint.configs, {})
+    if (path / "google/umt5-xxl").is_dir():
+        checkpoint.tokenizer = path / "google/umt5-xxl"
+    config, targets = model_config(checkpoint), {}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = checkpointer.metadata(path / "arrays").item_metadata.tree
+        for component, tree in stored.items():
+            tree = trees.unflatten(
+                {p: jax.ShapeDtypeStruct(m.shape, m.dtype) for p, m in trees.flatten(tree).items()}
+            )
+            where = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+            if mesh is not None:
+                where = sharding.tree_shardings(mesh, tree, partial(_logical_axes, component))
+            targets[component] = jax.tree.map(
+                lambda x, s: ocp.ArrayRestoreArgs(sharding=s, global_shape=x.shape, dtype=x.dtype),
+                tree,
+                where,
+            )
+        params = checkpointer.restore(
+            path / "arrays", args=ocp.args.PyTreeRestore(restore_args=targets)
+        )
+    params = {{v: k for k, v in EXPERTS.items()}.get(c, c): tree for c, tree in params.items()}
+    if dtype is not None:
+        cast = lambda key, tree: (
+            wan.store(tree, dtype) if key in EXPERTS else trees.cast(tree, dtype)
+        )
+        params = {key: cast(key, tree) for key, tree in params.items()}
+    return params, config
+
+
 # ---- what is on disk ----
 
 
 def read(path) -> Checkpoint:
-    """Open a checkpoint without reading its tensors."""
-    if str(path) == "tinywan22":
+    """Open a checkpoint of any layout without reading its tensors.
+
+    path: diffusers folder, original folder, folder or list of single files (safetensors, .pth,
+    GGUF), one such file, or "tinywan22". Layout, component and expert are read from names, shapes
+    and file names.
+    """
+    if isinstance(path, str) and path == "tinywan22":
         path = str(importlib.resources.files("wanjax") / "assets" / "tinywan22")
+    if isinstance(path, list | tuple):
+        checkpoint = Checkpoint(", ".join(map(str, path)), {}, {})
+        for part in path:
+            _add_file(checkpoint, pathlib.Path(part))
+        return _complete(checkpoint)
     path = pathlib.Path(path)
-    if not (path / "model_index.json").is_file():
+    checkpoint = Checkpoint(str(path), {}, {})
+    if path.is_file():
+        _add_file(checkpoint, path)
+    elif not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder; set model.path")
+    elif (path / "model_index.json").is_file():
+        _add_diffusers(checkpoint, path)
+    else:
+        _add_folder(checkpoint, path)
+    return _complete(checkpoint)
+
+
+def _complete(checkpoint: Checkpoint) -> Checkpoint:
+    if "transformer" not in checkpoint.tensors and "transformer_2" in checkpoint.tensors:
+        checkpoint.tensors["transformer"] = checkpoint.tensors.pop("transformer_2")
+        checkpoint.configs["transformer"] = checkpoint.configs.pop("transformer_2")
+    if not checkpoint.tensors:
         raise ValueError(
-            f"{path}: no model_index.json, expected a diffusers folder; set model.path to the "
-            "folder that holds transformer/, vae/ and text_encoder/"
+            f"{checkpoint.where}: no Wan tensors; expected a diffusers folder, an original "
+            "folder, or .safetensors, .pth or .gguf files"
         )
-    checkpoint = Checkpoint(str(path), {}, {}, index=read_json(path / "model_index.json"))
+    return checkpoint
+
+
+def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    checkpoint.index = read_json(path / "model_index.json")
     for component in COMPONENTS:
         if (path / component).is_dir():
             tensors, _ = files.open_folder(path / component)
-            checkpoint.tensors[component] = _hub(tensors, component, f"{path}/{component}")
+            where = f"{path}/{component}"
+            checkpoint.tensors[component] = _hub(tensors, component, "diffusers", where)
             checkpoint.configs[component] = read_json(path / component / "config.json")
-    if (path / "scheduler/scheduler_config.json").is_file():
-        checkpoint.scheduler = read_json(path / "scheduler/scheduler_config.json")
-    if (path / "wanjax.json").is_file():
-        checkpoint.extra = read_json(path / "wanjax.json")
+    for name, at in (("scheduler", "scheduler/scheduler_config.json"), ("extra", "wanjax.json")):
+        if (path / at).is_file():
+            setattr(checkpoint, name, read_json(path / at))
     if (path / "tokenizer").is_dir():
         checkpoint.tokenizer = path / "tokenizer"
     if "transformer" not in checkpoint.tensors:
         raise ValueError(f"{path}: no transformer/ folder; download the checkpoint again")
-    return checkpoint
+
+
+_COMFY = ("diffusion_models", "vae", "text_encoders", "clip_vision")
+
+
+def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    """Original release (high_noise_model/, low_noise_model/ or shards at the root), or files."""
+    if (path / "wanjax.json").is_file():
+        checkpoint.extra = read_json(path / "wanjax.json")
+    experts = {"high_noise_model": "high", "low_noise_model": "low"}
+    for name in sorted(experts):
+        if (path / name).is_dir():
+            tensors, metadata = files.open_folder(path / name)
+            _add(checkpoint, tensors, metadata, path / name, experts[name])
+    loose = sorted(path.glob("*.safetensors"))
+    shards = [
+        f for f in loose if re.search(r"-\d{5}-of-\d{5}|^diffusion_pytorch_model|^model\.", f.name)
+    ]
+    if shards:
+        tensors, metadata = files.open_folder(path)
+        used = {t.where for t in tensors.values()}
+        _add(checkpoint, tensors, metadata, path, None)
+        loose = [f for f in loose if str(f) not in used]
+    for kind in _COMFY:
+        loose += sorted((path / kind).glob("*.safetensors"))
+    for file in [*loose, *sorted(path.glob("*.pth")), *sorted(path.glob("*.gguf"))]:
+        _add_file(checkpoint, file)
+    tokenizer = path / "google" / "umt5-xxl"
+    if tokenizer.is_dir():
+        checkpoint.tokenizer = tokenizer
+
+
+def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; set model.path")
+    tensors, metadata = files.open_any(path)
+    _add(checkpoint, tensors, metadata, path, expert_in_name(path.stem))
+
+
+def expert_in_name(text: str) -> str | None:
+    """Return "high" or "low" if a name says one of them, None if neither; ValueError if both."""
+    sides = {s for s in EXPERTS if re.search(rf"(?i)(?<![a-z]){s}(?![a-z])|{s}_?noise", text)}
+    if len(sides) == 2:
+        raise ValueError(f"{text}: the name says both high and low noise; rename the file")
+    return sides.pop() if sides else None
+
+
+def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -> None:
+    """Sort a file's tensors into components under diffusers names."""
+    tensors = _unwrapped(tensors, where)
+    found = names.detect(tensors)
+    if not found:
+        raise ValueError(
+            f"{where}: {len(tensors)} tensors of no Wan component ({files.some(tensors)}); "
+            "expected a transformer, VAE, UMT5 or CLIP checkpoint"
+        )
+    prefixes = sorted({p for _, _, p in found}, key=len, reverse=True)
+    for component, naming, prefix in found:
+        owner = lambda n: next((p for p in prefixes if n.startswith(p)), None)
+        part = {n[len(prefix) :]: t for n, t in tensors.items() if owner(n) == prefix}
+        if component == "transformer" and expert:
+            component, checkpoint.said = EXPERTS[expert], True
+        if component in checkpoint.tensors:
+            raise ValueError(f"{checkpoint.where}: {component} is in more than one file ({where})")
+        if (spiece := part.pop("spiece_model", None)) is not None:
+            checkpoint.spiece = spiece
+        hub = _hub(part, component, naming, f"{where}: {component}")
+        hints = _hints(checkpoint, component, metadata, where)
+        checkpoint.tensors[component] = hub
+        checkpoint.configs[component] = infer.config(component, hub, hints, str(where))
+    leftover = [n for n in tensors if not any(n.startswith(p) for p in prefixes)]
+    if leftover:
+        raise ValueError(
+            f"{where}: {len(leftover)} tensors of no component: {files.some(leftover)}"
+        )
+
+
+def _hints(checkpoint: Checkpoint, component: str, metadata, where: pathlib.Path) -> dict:
+    """What a header, wanjax.json or config.json beside the file says of a component's config."""
+    if raw := metadata.get(f"wanjax.{component.removesuffix('_2')}"):
+        try:
+            return dict(json.loads(raw))
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(f"{where}: header entry wanjax.{component} is not JSON") from None
+    if component in checkpoint.extra.get("configs", {}):
+        return checkpoint.extra["configs"][component]
+    beside = where / "config.json" if where.is_dir() else where.parent / "config.json"
+    if component.startswith("transformer") and beside.is_file():
+        return read_json(beside)
+    return {}
+
+
+def _unwrapped(tensors: files.Tensors, where) -> files.Tensors:
+    out = {names.unwrap(n): t for n, t in tensors.items()}
+    if len(out) != len(tensors):
+        raise ValueError(f"{where}: two names differ only in wrapper prefixes")
+    return out
+
+
+_IGNORED = re.compile(
+    r".*\.norm_added_q\..*|(.*\.)?freqs|scaled_fp8|.*\.(scale_input|input_scale)|textual\..*"
+    r"|visual\.head|log_scale|(vision_model\.)?embeddings\.position_ids|visual_projection\.weight"
+    r"|motion_encoder\.enc\.net_app\.convs\..*\.kernel|logit_scale"
+)
+
+
+def _hub(tensors: files.Tensors, component: str, naming: str, where: str) -> files.Tensors:
+    """Rename to diffusers names, undo quantisation, drop what carries no information of its own."""
+    tensors = {n: t for n, t in _unwrapped(tensors, where).items() if not _IGNORED.fullmatch(n)}
+    for suffix in (".scale_weight", ".weight_scale"):
+        for name in [n for n in tensors if n.endswith(suffix)]:
+            scale, weight = tensors.pop(name), name.removesuffix(suffix) + ".weight"
+            if weight not in tensors or tensors[weight].dtype not in _FP8:
+                raise ValueError(f"{where}: {name} belongs to no fp8 weight")
+            tensors[weight] = files.dequantise(tensors[weight], scale)
+    if component == "text_encoder" and "encoder.embed_tokens.weight" in tensors:
+        tied = tensors.pop("encoder.embed_tokens.weight")  # always the same as shared.weight
+        tensors.setdefault("shared.weight", tied)
+    if component == "image_encoder" and naming == "diffusers":
+        return {n.removeprefix("vision_model."): t for n, t in tensors.items()}
+    if naming == "diffusers":
+        return tensors
+    table, out, unknown = names.rules(component, tensors), {}, []
+    for name, tensor in tensors.items():
+        hit = names.to_diffusers(name, table)
+        if hit is None:
+            unknown.append(f"{name} {tensor.shape}")
+            continue
+        new, rule = hit
+        if rule.drop:
+            tensor = files.squeeze(tensor, rule.drop)
+        if len(new) > 1 and (not tensor.shape or tensor.shape[0] % len(new)):
+            raise ValueError(
+                f"{where}: {name} of shape {tensor.shape} does not split in {len(new)}"
+            )
+        size = tensor.shape[0] // len(new) if len(new) > 1 else 0
+        for k, n in enumerate(new):
+            out[n] = files.rows(tensor, k * size, (k + 1) * size) if size else tensor
+    if unknown:
+        raise ValueError(f"{where}: {len(unknown)} unexpected tensors: {files.some(unknown)}")
+    return out
 
 
 def read_json(path: pathlib.Path) -> dict:
@@ -130,21 +342,6 @@ def read_json(path: pathlib.Path) -> dict:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: holds {type(data).__name__}, expected a JSON object")
     return data
-
-
-def _hub(tensors: files.Tensors, component: str, where: str) -> files.Tensors:
-    """Drop what carries no information of its own: tied copies and derived tables."""
-    out = {names.unwrap(n): t for n, t in tensors.items()}
-    if len(out) != len(tensors):
-        raise ValueError(f"{where}: two names differ only in wrapper prefixes")
-    if component == "text_encoder":
-        tied = out.pop("encoder.embed_tokens.weight", None)
-        if tied is not None:
-            out.setdefault("shared.weight", tied)
-    if component == "image_encoder":
-        out = {n.removeprefix("vision_model."): t for n, t in out.items()}
-    ignored = [n for n in out if ".norm_added_q." in n or n == "embeddings.position_ids"]
-    return {n: t for n, t in out.items() if n not in ignored}
 
 
 # ---- configs ----
@@ -159,7 +356,7 @@ def component_config(checkpoint: Checkpoint, component: str):
     unknown = sorted(k for k in data if k not in fields and not k.startswith("_"))
     if unknown and component in ("transformer", "transformer_2", "vae"):
         warnings.warn(f"{where}: ignored unknown {files.some(unknown)}", stacklevel=2)
-    kept = {k: _frozen(v) for k, v in data.items() if k in fields and k not in _RUN_FIELDS}
+    kept = {k: _frozen(v) for k, v in data.items() if k in fields and k not in RUN_FIELDS}
     if cls is wan.WanConfig and "text_len" in checkpoint.extra:
         kept["text_len"] = checkpoint.extra["text_len"]
     required = (f.name for f in fields.values() if f.default is dataclasses.MISSING)
@@ -183,6 +380,9 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     Schedulers in released folders are not trusted for a known model (A14B says shift 3, was
     released with 12 and 5); a folder's own wanjax.json comes first, the scheduler last.
     """
+    if "transformer" not in checkpoint.tensors:
+        has = ", ".join(checkpoint.tensors)
+        raise ValueError(f"{checkpoint.where}: has {has} but no transformer; add its file")
     configs = {c: component_config(checkpoint, c) for c in checkpoint.tensors}
     experts = tuple(e for e, c in EXPERTS.items() if c in configs)
     base = configs["transformer"]
@@ -191,8 +391,10 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
             f"{checkpoint.where}: transformer and transformer_2 have different configs; "
             "both experts must share one architecture"
         )
-    preset = next((m for m in presets.MODELS.values() if _same(m, base, experts)), None)
-    boundary = checkpoint.index.get("boundary_ratio")
+    same = [m for m in presets.MODELS.values() if _same(m.wan, base)]
+    paired = len(experts) == 2 or checkpoint.said  # one file named high or low is half a pair
+    preset = next((m for m in same if (len(m.experts) == 2) == paired), next(iter(same), None))
+    boundary = checkpoint.index.get("boundary_ratio", checkpoint.extra.get("boundary"))
     if boundary is not None and len(experts) == 1:
         raise ValueError(
             f"{checkpoint.where}: boundary_ratio {boundary} in model_index.json but no "
@@ -208,7 +410,12 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     parts = {k: configs[c] for k, c in optional.items() if c in configs}
     if preset and not checkpoint.extra:
         return dataclasses.replace(
-            preset, wan=base, boundary=boundary, tokenizer=_path(checkpoint.tokenizer), **parts
+            preset,
+            wan=base,
+            experts=experts,
+            boundary=boundary,
+            tokenizer=_path(checkpoint.tokenizer),
+            **parts,
         )
     shift = checkpoint.scheduler.get("flow_shift", checkpoint.scheduler.get("shift", 5.0))
     sampling = {"shift": shift, "guidance": {"high": 5.0, "low": 5.0}, "steps": 50}
@@ -229,10 +436,22 @@ def _path(path) -> str | None:
     return None if path is None else str(path)
 
 
-def _same(preset: presets.ModelConfig, config: wan.WanConfig, experts) -> bool:
-    fields = [f.name for f in dataclasses.fields(config) if f.name not in _RUN_FIELDS]
-    equal = all(getattr(preset.wan, f) == getattr(config, f) for f in fields)
-    return equal and preset.experts == experts
+def _same(preset: wan.WanConfig, config: wan.WanConfig) -> bool:
+    run = {f: getattr(config, f) for f in RUN_FIELDS}
+    return dataclasses.replace(preset, **run) == config
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Short hash of the transformers: every name and shape, and a few small tensors' values."""
+    digest = hashlib.sha256()
+    for component in EXPERTS.values():
+        tensors = checkpoint.tensors.get(component, {})
+        for name in sorted(tensors):
+            digest.update(f"{component}.{name} {tensors[name].shape}".encode())
+        for name in ("proj_out.weight", "scale_shift_table", "blocks.0.attn1.to_q.bias"):
+            if name in tensors:
+                digest.update(tensors[name].all().astype(np.float32).tobytes())
+    return digest.hexdigest()[:16]
 
 
 # ---- accounting ----
@@ -307,8 +526,9 @@ def _target(component: str, path: str, parts, dtype) -> np.dtype:
         stored = stored if part.dtype == stored else jnp.promote_types(stored, part.dtype)
     if component.startswith("transformer") and dtype is not None:
         dtype = np.float32 if any(name in path for name in wan.FLOAT32) else dtype
-    if dtype is None:
-        dtype = jnp.bfloat16 if stored in _FP8 else stored
+    if dtype is None and (stored in _FP8 or parts[0].compact is not None):
+        dtype = jnp.bfloat16
+    dtype = stored if dtype is None else dtype
     return np.dtype(dtype)
 
 
@@ -425,32 +645,34 @@ def save_diffusers(params, config: presets.ModelConfig, out, dtype=None) -> None
     None keeps each leaf's. Raises ValueError if `out` exists and is not an empty folder.
     """
     tensors = {EXPERTS.get(key, key): of_tree(tree) for key, tree in params.items()}
-    write_diffusers(config, tensors, out, dtype)
-
-
-def write_diffusers(
-    config: presets.ModelConfig, tensors: dict[str, files.Tensors], out, dtype=None
-):
-    """Write lazy tensors per component and the configs of `config` as a diffusers folder."""
+    parts = {"vae": config.vae, "text_encoder": config.text, "image_encoder": config.image}
     with fresh_folder(out) as folder:
-        for component, part in tensors.items():
-            part = {n: stored(component, n, t, dtype) for n, t in part.items()}
-            plain = component in ("text_encoder", "image_encoder")
-            stem = "model" if plain else "diffusion_pytorch_model"
-            if folder is None:
-                for tensor in part.values():
-                    tensor.all()  # takes part in the gathering
-                continue
-            (folder / component).mkdir()
-            files.write_sharded(folder / component, stem, part)
-            _dump(folder / component / "config.json", component_json(config, component))
+        for c, part in tensors.items():
+            part = {n: stored(c, n, t, dtype) for n, t in part.items()}
+            write_component(folder, c, part, component_json(parts.get(c, config.wan), c))
         if folder is not None:
-            _write_pipeline(config, tensors, folder)
+            write_pipeline(config, tensors, folder)
+
+
+def write_component(folder, component: str, tensors: files.Tensors, config: dict) -> None:
+    """Write one component folder; folder None (processes > 0) only takes part in gathering."""
+    if folder is None:
+        for tensor in tensors.values():
+            tensor.all()
+        return
+    (folder / component).mkdir()
+    encoder = component in ("text_encoder", "image_encoder")
+    files.write_sharded(
+        folder / component, "model" if encoder else "diffusion_pytorch_model", tensors
+    )
+    dump_json(folder / component / "config.json", config)
 
 
 def stored(component: str, name: str, tensor: files.Tensor, dtype) -> files.Tensor:
     """Cast a tensor for storing; float32 names of the transformer and integers stay as they are."""
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)
+    if dtype is None and tensor.compact is not None:
+        return files.cast(tensor, tensor.compact)
     if dtype is None or not floating:
         return tensor
     if component.startswith("transformer") and any(n in name for n in wan.FLOAT32):
@@ -480,7 +702,8 @@ def fresh_folder(out) -> Iterator[pathlib.Path | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _dump(path: pathlib.Path, data: dict) -> None:
+def dump_json(path: pathlib.Path, data: dict) -> None:
+    """Write a JSON object, making its folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -494,17 +717,15 @@ _CLASSES = {
 }
 
 
-def component_json(config: presets.ModelConfig, component: str) -> dict:
-    """Return the config.json of a component."""
-    part = {"vae": config.vae, "text_encoder": config.text, "image_encoder": config.image}
-    part = part.get(component, config.wan)
-    data = {k: v for k, v in dataclasses.asdict(part).items() if k not in _RUN_FIELDS}
+def component_json(config, component: str) -> dict:
+    """Return the config.json of a component's config dataclass."""
+    data = {k: v for k, v in dataclasses.asdict(config).items() if k not in RUN_FIELDS}
     if component == "text_encoder":
         return {
             "architectures": [_CLASSES[component]],
             "model_type": "umt5",
             "feed_forward_proj": "gated-gelu",
-            "num_decoder_layers": config.text.num_layers,
+            "num_decoder_layers": config.num_layers,
             **data,
         }
     if component == "image_encoder":
@@ -512,7 +733,18 @@ def component_json(config: presets.ModelConfig, component: str) -> dict:
     return {"_class_name": _CLASSES[component], "_diffusers_version": "0.35.0", **data}
 
 
-def _write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) -> None:
+def extra_json(config: presets.ModelConfig) -> dict:
+    """Return wanjax.json: what no other file of a folder says."""
+    return {
+        "name": config.name,
+        "text_len": config.wan.text_len,
+        "boundary": config.boundary,
+        "sampling": dataclasses.asdict(config.sampling),
+    }
+
+
+def write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) -> None:
+    """Write what makes component folders a diffusers pipeline: index, scheduler, tokenizer."""
     image = config.wan.in_channels != config.wan.out_channels
     library = lambda c: ["transformers" if "encoder" in c else "diffusers", _CLASSES[c]]
     index = {
@@ -537,14 +769,9 @@ def _write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) 
         "solver_type": "bh2",
         "predict_x0": True,
     }
-    extra = {
-        "name": config.name,
-        "text_len": config.wan.text_len,
-        "sampling": dataclasses.asdict(config.sampling),
-    }
-    _dump(folder / "model_index.json", dict(sorted(index.items())))
-    _dump(folder / "scheduler/scheduler_config.json", scheduler)
-    _dump(folder / "wanjax.json", extra)
+    dump_json(folder / "model_index.json", dict(sorted(index.items())))
+    dump_json(folder / "scheduler/scheduler_config.json", scheduler)
+    dump_json(folder / "wanjax.json", extra_json(config))
     if config.tokenizer:
         shutil.copytree(config.tokenizer, folder / "tokenizer")
     if "image_encoder" in tensors:
@@ -557,6 +784,12 @@ def _write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) 
             "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711],
         }
-        _dump(folder / "image_processor/preprocessor_config.json", processor)
+        dump_json(folder / "image_processor/preprocessor_config.json", processor)
         index["image_processor"] = ["transformers", "CLIPImageProcessor"]
-        _dump(folder / "model_index.json", dict(sorted(index.items())))
+        dump_json(folder / "model_index.json", dict(sorted(index.items())))
+
+
+if __name__ == "__main__":
+    from convert import export  # it imports this module
+
+    raise SystemExit(export.main())
