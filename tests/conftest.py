@@ -1,6 +1,7 @@
 """Eight CPU devices, full float32 matmuls and strict ranks for every test."""
 
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -8,6 +9,11 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Many tests compile the same programs: compile each once per checkout.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

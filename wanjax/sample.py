@@ -45,7 +45,7 @@ def generate(setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first
             policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
             jnp.asarray(rows + first_id), setup=setup,
         )  # fmt: skip
-        videos.append(states.decode(vae_params, x0, setup=setup))
+        videos.append(states.decode(vae_params, x0, config=setup.model.vae))
     return np.concatenate([np.asarray(v) for v in videos])[:count]
 
 

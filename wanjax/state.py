@@ -170,10 +170,10 @@ def velocity(setup: Setup, expert: str, params, adapter, ctx_BSE, uncond_BSE):
     return sampler.cfg(run, scale, ctx_BSE, uncond_BSE, mode=setup.sampling.guidance_mode)
 
 
-@functools.partial(jax.jit, static_argnames=("setup",))
-def decode(vae_params, x0_BTHWC, *, setup):
-    """Latents to uint8 video [B, frames, height, width, 3]."""
-    video = vae.decode(vae_params, x0_BTHWC, config=setup.model.vae).astype(jnp.float32)
+@functools.partial(jax.jit, static_argnames=("config",))
+def decode(vae_params, x0_BTHWC, *, config):
+    """Latents to uint8 video [B, frames, height, width, 3]; config is the model's VAEConfig."""
+    video = vae.decode(vae_params, x0_BTHWC, config=config).astype(jnp.float32)
     return jnp.round((video + 1) * 127.5).astype(jnp.uint8)
 
 

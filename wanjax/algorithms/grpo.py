@@ -134,7 +134,7 @@ def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, r
             policy, ctx_BSE[first : first + len(ids)], uncond_1SE, key, ids, slot_I,
             setup=setup, slots=len(steps_W),
         )  # fmt: skip
-        pending.append((trajectory, states.decode(vae_params, x0, setup=setup)))
+        pending.append((trajectory, states.decode(vae_params, x0, config=setup.model.vae)))
     texts = [prompt for prompt in prompts for _ in range(K)]
     size = setup.sampling.batch
     results = [
@@ -263,8 +263,9 @@ def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_pol
     if config.guard:
         mean_old = data["mean_WB"][slot_M, sample_M]
         loss, aux = losses.guard_loss(
-            logp, old, adv, mean, mean_old, std, h, clip=clip, adv_clip_max=config.adv_clip_max
-        )
+            logp, old, adv, mean, mean_old,
+            std_B=std, h_B=h, clip=clip, adv_clip_max=config.adv_clip_max,
+        )  # fmt: skip
     else:
         loss, aux = losses.grpo_loss(logp, old, adv, clip=clip, adv_clip_max=config.adv_clip_max)
     if config.kl_beta[expert]:

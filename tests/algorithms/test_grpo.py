@@ -1,0 +1,272 @@
+"""GRPO end to end on a random two-expert model: on-policy identities, routing, micro-batching,
+KL."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from wanjax import sharding, trees
+from wanjax import state as states
+from wanjax.algorithms import grpo
+
+
+def _collect(setup, state=None):
+    params = tiny.parameters()
+    if state is None:
+        state = grpo.init(jax.random.key(0), setup, {e: params[e] for e in setup.model.experts})
+    ctx, uncond = tiny.contexts()
+    texts = ["a", "b"]
+    batch = grpo.collect(state, setup, params["vae"], texts, ctx, uncond, tiny.mean_reward)
+    return state, batch
+
+
+def _stir(state, setup, scale=0.3):
+    """Move the trained weights away from their start, so that nothing is zero."""
+    leaves, treedef = jax.tree.flatten(states.trainable(state, setup))
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    moved = [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return states.replace_trainable(state, setup, jax.tree.unflatten(treedef, moved))
+
+
+def _ratios(metrics):
+    names = [n for n in metrics if "ratio_min" in n or "ratio_max" in n]
+    assert names
+    return {name: float(metrics[name]) for name in names}
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps", "linear"])
+def test_first_update_has_ratio_one_without_recompute(kind):
+    setup = tiny.make_setup(sde__kind=kind)
+    state, batch = _collect(setup)
+    _, metrics = grpo.update(state, setup, batch)
+    assert all(abs(r - 1) <= 1e-6 for r in _ratios(metrics).values()), _ratios(metrics)
+
+
+def test_first_update_has_ratio_exactly_one_with_recompute():
+    setup = tiny.make_setup(algorithm__recompute_old_logp=True)
+    state, batch = _collect(setup)
+    _, metrics = grpo.update(state, setup, batch)
+    assert set(_ratios(metrics).values()) == {1.0}
+
+
+def test_recomputed_scores_of_later_updates_are_those_of_the_sampling_policy():
+    setup = tiny.make_setup(algorithm__recompute_old_logp=True, algorithm__updates=2)
+    state, batch = _collect(setup)
+    data = grpo._replay_data(setup, batch)
+    again = grpo._rescore(state, setup, batch, data, grpo._slots(setup, batch.steps_W))
+    np.testing.assert_allclose(again, batch.trajectory.logp, atol=1e-6)
+    _, metrics = grpo.update(state, setup, batch)
+    assert float(metrics["grpo/ratio_std/high"]) > 1e-7  # the second update is off-policy
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_kl_is_exactly_zero_at_the_start_and_positive_later_for_both_experts(rank):
+    setup = tiny.make_setup(
+        lora__rank=rank, algorithm__kl_beta={"high": 0.1, "low": 0.1}, optim__lr=1e-3
+    )
+    state, batch = _collect(setup)
+    state, metrics = grpo.update(state, setup, batch)
+    assert float(metrics["grpo/kl/high"]) == 0.0 == float(metrics["grpo/kl/low"])
+    state, batch = _collect(setup, state)
+    _, metrics = grpo.update(state, setup, batch)
+    assert float(metrics["grpo/kl/high"]) > 0 and float(metrics["grpo/kl/low"]) > 0
+
+
+@pytest.mark.parametrize("kind", ["g2", "g2h", "v_mse", "x_mse"])
+def test_kl_gradient_pulls_back_to_the_reference(kind):
+    setup = tiny.make_setup(
+        algorithm__kl_beta={"high": 1e3, "low": 1e3}, algorithm__kl_kind=kind, optim__lr=1e-3
+    )
+    state, batch = _collect(setup)
+    state = _stir(state, setup)
+    _, batch = _collect(setup, state)
+    after, metrics = grpo.update(state, setup, batch)
+    _, again = grpo.update(after.replace(step=state.step), setup, batch)
+    for expert in ("high", "low"):
+        assert float(again[f"grpo/kl/{expert}"]) < float(metrics[f"grpo/kl/{expert}"])
+
+
+@pytest.mark.parametrize("experts", [("high",), ("low",), ("high", "low")])
+def test_only_the_trained_experts_change_and_the_base_never_does(experts):
+    setup = tiny.make_setup(setup__experts=experts)
+    state, batch = _collect(setup)
+    before = jax.tree.map(np.asarray, state.params)
+    after, metrics = grpo.update(state, setup, batch)
+    assert set(after.adapters["default"]) == set(experts) == set(after.opt)
+    for expert in experts:
+        assert float(metrics[f"grad_norm/{expert}"]) > 0
+        flat = trees.flatten(after.adapters["default"][expert])
+        start = trees.flatten(state.adapters["default"][expert])
+        moved = {path.rsplit("/", 1)[1] for path in flat if np.any(flat[path] != start[path])}
+        assert "b" in moved and "scale" not in moved
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_window_inside_one_expert_leaves_the_other_untouched():
+    setup = tiny.make_setup(strategy__name="high_window", strategy__window=1)
+    state, batch = _collect(setup)
+    after, metrics = grpo.update(state, setup, batch)
+    assert not [name for name in metrics if name.endswith("/low")]
+    for old, new in zip(
+        jax.tree.leaves((state.adapters["default"]["low"], state.opt["low"])),
+        jax.tree.leaves((after.adapters["default"]["low"], after.opt["low"])),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(old, new)
+
+
+def _one_step_gradients(setup, state, batch):
+    """Gradients per expert of one whole update, read off plain SGD-like steps of the minibatch
+    function."""
+    groups = grpo._slots(setup, batch.steps_W)
+    data = grpo._replay_data(setup, batch)
+    total = {}
+    for index in grpo._micro_batches(setup.algorithm, groups, np.arange(batch.adv_B.shape[0])):
+        for expert, (slots, samples) in index.items():
+            trained = states.trainable(state, setup)[expert]
+            frozen = states.frozen(state, setup)[expert]
+            loss = lambda tree, s, b, e=expert, f=frozen: grpo._pair_loss(
+                tree, f, data, s, b, setup=setup, expert=e, on_policy=False
+            )[0]
+            grads = [jax.grad(loss)(trained, s, b) for s, b in zip(slots, samples, strict=True)]
+            total[expert] = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+    return total
+
+
+def _same(a, b, rtol=2e-4):
+    norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(a)))
+    assert norm > 0
+    difference = jax.tree.map(lambda x, y: np.square(x - y).sum(), a, b)
+    assert np.sqrt(sum(jax.tree.leaves(difference))) <= rtol * norm
+
+
+@pytest.mark.parametrize("changes", [
+    dict(micro_samples=1), dict(micro_samples=8), dict(micro_samples=2, mix_experts=True),
+    dict(micro_samples=4, micro_steps=2),
+])  # fmt: skip
+def test_gradients_do_not_depend_on_how_micro_batches_are_cut(changes):
+    setup = tiny.make_setup(strategy__window=2)
+    state, batch = _collect(setup)
+    state = _stir(state, setup)
+    want = _one_step_gradients(setup, state, batch)
+    got = _one_step_gradients(tiny.replace_algorithm(setup, **changes), state, batch)
+    assert set(want) == {"high", "low"}
+    for expert in want:
+        _same(want[expert], got[expert])
+
+
+def test_a_mixed_update_equals_two_pure_ones():
+    setup = tiny.make_setup()
+    state, batch = _collect(setup)
+    pure, _ = grpo.update(state, setup, batch)
+    state, batch = _collect(setup)
+    mixed, _ = grpo.update(state, tiny.replace_algorithm(setup, mix_experts=True), batch)
+    for a, b in zip(jax.tree.leaves(pure.opt), jax.tree.leaves(mixed.opt), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}])
+def test_a_mesh_changes_neither_rollout_nor_update(shape):
+    setup = tiny.make_setup()
+    state, batch = _collect(setup)
+    after, metrics = grpo.update(state, setup, batch)
+    with sharding.use_mesh(sharding.make_mesh(shape, jax.devices()[:4])):
+        twin = tiny.make_setup()
+        state, other = _collect(twin)
+        np.testing.assert_allclose(other.trajectory.x, batch.trajectory.x, atol=2e-5)
+        np.testing.assert_allclose(other.adv_B, batch.adv_B, atol=1e-3)
+        # the same advantages, so that the update alone is compared
+        other = grpo.Batch(**{**vars(other), "adv_B": jnp.asarray(np.asarray(batch.adv_B))})
+        sharded, sharded_metrics = grpo.update(state, twin, other)
+    for expert in ("high", "low"):
+        a, b = metrics[f"grad_norm/{expert}"], sharded_metrics[f"grad_norm/{expert}"]
+        np.testing.assert_allclose(float(a), float(b), rtol=1e-3)
+
+
+def test_rollouts_do_not_depend_on_the_batch_size():
+    _, small = _collect(tiny.make_setup(sampling__batch=2))
+    _, large = _collect(tiny.make_setup(sampling__batch=8))
+    np.testing.assert_allclose(small.trajectory.x, large.trajectory.x, atol=2e-5)
+
+
+def test_guard_has_ratio_one_at_the_start():
+    setup = tiny.make_setup(algorithm__guard=True)
+    state, batch = _collect(setup)
+    _, metrics = grpo.update(state, setup, batch)
+    assert all(abs(r - 1) <= 1e-6 for r in _ratios(metrics).values())
+
+
+def test_full_weights_train_without_adapters():
+    setup = tiny.make_setup(lora__rank=0, optim__lr=1e-3)
+    state, batch = _collect(setup)
+    before = jax.tree.map(np.asarray, state.params["student"])
+    after, metrics = grpo.update(state, setup, batch)
+    assert not after.adapters and float(metrics["grad_norm/low"]) > 0
+    kernel = "blocks/attn1/to_q/kernel"
+    for expert in ("high", "low"):
+        old = trees.flatten(before[expert])[kernel]
+        assert np.any(old != trees.flatten(after.params["student"][expert])[kernel])
+
+
+def test_training_raises_the_reward():
+    """Brightness is easy: a few steps must raise it clearly, and reversed advantages must not."""
+    results = {}
+    for sign in (1.0, -1.0):
+        setup = tiny.make_setup(optim__lr=2e-2, algorithm__clip={"high": 1e-2, "low": 1e-2})
+        state, batch = _collect(setup)
+        first = batch.metrics["reward/mean"]
+        for _ in range(8):
+            batch = grpo.Batch(**{**vars(batch), "adv_B": sign * batch.adv_B})
+            state, _ = grpo.update(state, setup, batch)
+            _, batch = _collect(setup, state)
+        results[sign] = batch.metrics["reward/mean"] - first
+    assert results[1.0] > 0.005 and results[-1.0] < -0.005, results
+
+
+def test_a_reward_that_is_not_finite_stops_with_step_phase_and_prompt():
+    setup = tiny.make_setup()
+    params = tiny.parameters()
+    state = grpo.init(jax.random.key(0), setup, {e: params[e] for e in ("high", "low")})
+    ctx, uncond = tiny.contexts()
+
+    def broken(video, prompts):
+        scores = np.zeros(len(prompts))
+        scores[1] = np.nan
+        return {"mean": scores}, {}
+
+    with pytest.raises(FloatingPointError, match="step 0, phase reward: sample 1 .'a'"):
+        grpo.collect(state, setup, params["vae"], ["a", "b"], ctx, uncond, broken)
+
+
+def test_a_batch_of_another_policy_is_refused():
+    setup = tiny.make_setup()
+    state, batch = _collect(setup)
+    state, _ = grpo.update(state, setup, batch)
+    with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
+        grpo.update(state, setup, batch)
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(algorithm__group_size=1), "config.group_size is 1"),
+    (dict(algorithm__updates=3), "do not divide into config.updates"),
+    (dict(algorithm__micro_samples=3), "config.micro_samples = 3; set it to a divisor of 8"),
+    (dict(sampling__batch=3), "config.sampling.batch = 3; set it to a divisor of 8"),
+    (dict(algorithm__advantage="grpo"), "config.advantage is 'grpo'"),
+    (dict(algorithm__kl_kind="kl"), "config.kl.kind is 'kl'"),
+    (dict(sde__kind="ode"), "needs a stochastic kernel"),
+    (dict(algorithm__micro_steps=2), "config.micro_steps = 2"),
+    (dict(strategy__window=9), "window"),
+    (dict(setup__experts=("low",), strategy__name="high_window"), "picks no step of the trained"),
+])  # fmt: skip
+def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
+    with pytest.raises(ValueError, match=text):
+        grpo.check(tiny.make_setup(**changes))
+
+
+def test_a_missing_expert_is_named():
+    setup = tiny.make_setup()
+    with pytest.raises(ValueError, match="config.experts names 'low'"):
+        grpo.init(jax.random.key(0), setup, {"high": tiny.parameters()["high"]})

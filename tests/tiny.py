@@ -1,0 +1,117 @@
+"""A two-expert model with random weights, small enough for every test: 5 frames of 16x16, latents
+[2,2,2,4]."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax import optim, schedule
+from wanjax import state as states
+from wanjax.algorithms import grpo
+from wanjax.models import presets, umt5, vae, wan
+
+WAN = wan.WanConfig(
+    num_attention_heads=2,
+    attention_head_dim=16,
+    num_layers=2,
+    ffn_dim=48,
+    in_channels=4,
+    out_channels=4,
+    text_dim=24,
+    freq_dim=16,
+    patch_size=(1, 1, 1),
+    text_len=40,
+)
+VAE = vae.VAEConfig(
+    base_dim=4,
+    z_dim=4,
+    dim_mult=(1, 2, 2),
+    num_res_blocks=1,
+    temperal_downsample=(True, True),
+    patch_size=2,
+    in_channels=12,
+    out_channels=12,
+    latents_mean=(0.0,) * 4,
+    latents_std=(1.0,) * 4,
+)
+TEXT = umt5.UMT5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+MODEL = presets.ModelConfig(
+    "tiny",
+    WAN,
+    presets.Sampling(3.0, presets.Guidance(3.0, 2.0), steps=6, frames=5, height=16, width=16),
+    vae=VAE,
+    text=TEXT,
+    experts=("high", "low"),
+    boundary=0.875,
+)
+
+
+@functools.cache
+def parameters(seed: int = 0, model: presets.ModelConfig = MODEL) -> dict:
+    """Random parameters of every component."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    experts = {e: wan.init(k, model.wan) for e, k in zip(model.experts, keys[:2], strict=False)}
+    return {
+        **experts,
+        "vae": vae.init(keys[2], model.vae),
+        "text_encoder": umt5.init(keys[3], model.text),
+    }
+
+
+def make_setup(model: presets.ModelConfig = MODEL, **changes) -> states.Setup:
+    """A GRPO Setup of 2 prompts x 4 samples; changes go to the section that has the field."""
+    sections = {
+        "schedule": dict(grid="simple", steps=6, shift=3.0, boundary=model.boundary),
+        "sampling": dict(guidance=model.sampling.guidance, height=16, width=16, frames=5, batch=4),
+        "strategy": dict(name="dual_window", window=1),
+        "sde": dict(kind="flow", eta=0.7),
+        "lora": dict(rank=2, alpha=4.0),
+        "optim": dict(lr=1e-2),
+        "algorithm": dict(
+            group_size=4,
+            prompts_per_step=2,
+            micro_samples=4,
+            clip={"high": 1e-3, "low": 1e-3},
+            kl_beta={"high": 0.0, "low": 0.0},
+        ),
+        "setup": dict(experts=model.experts, seed=0),
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        sections[section][field] = value
+    sampling = states.SamplingConfig(
+        schedule=schedule.make_schedule(**sections["schedule"]), **sections["sampling"]
+    )
+    setup = sections["setup"]
+    return states.Setup(
+        model=model,
+        sampling=sampling,
+        sde=states.SdeConfig(schedule.Strategy(**sections["strategy"]), **sections["sde"]),
+        lora=states.LoraConfig(**sections["lora"]),
+        optim={e: optim.OptimConfig(**sections["optim"]) for e in setup["experts"]},
+        algorithm=grpo.Config(**sections["algorithm"]),
+        rewards={"mean": 1.0},
+        **setup,
+    )
+
+
+def contexts(prompts: int = 2, rows: int = 5):
+    """Random text rows [P,S,E] and one unconditional row set [1,S,E]."""
+    rng = np.random.default_rng(3)
+    draw = lambda n: jnp.asarray(rng.normal(size=(n, rows, WAN.text_dim)), jnp.float32)
+    return draw(prompts), draw(1)
+
+
+def mean_reward(video, prompts):
+    """Brightness as the reward, with its spread as info."""
+    del prompts
+    video = video.astype(np.float32) / 255
+    return {"mean": video.mean((1, 2, 3, 4))}, {"spread": video.std((1, 2, 3, 4))}
+
+
+def replace_algorithm(setup: states.Setup, **changes) -> states.Setup:
+    """The same Setup with some fields of the algorithm changed."""
+    return dataclasses.replace(setup, algorithm=dataclasses.replace(setup.algorithm, **changes))
