@@ -1,5 +1,7 @@
-"""Every key of a run, with its default; recipes change a few of them. Not a recipe itself: it
-names no model or prompts."""
+"""Every key of a run with its default; recipes change a few of them.
+
+Not a recipe itself: it names no model and no prompts.
+"""
 
 from ml_collections import ConfigDict
 
@@ -62,7 +64,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.prompts = ""  # text file, one prompt a line; or shapes:train:2 (embedded grammar)
     c.prompts_per_step = 8
     c.group_size = 8  # samples per prompt
-    c.reward = ConfigDict()  # name or import path "pkg.module:function" -> weight
+    c.reward = ConfigDict(allow_dotted_keys=True)  # name or "pkg.module:function" -> weight
     # ---- GRPO ----
     c.advantage = "flow_grpo"  # flow_grpo, flow_grpo_global, miles, dance, unirl, gdpo
     c.adv_clip_max = 5.0

@@ -1,11 +1,9 @@
-"""Sample videos from a model and adapters; the trainer's previews and evaluation use the same
-functions.
+"""Sample videos from a model and adapters; the trainer's evaluation uses the same functions.
 
-    python -m wanjax.sample --model tinywan22 --prompt "a red circle moving left on a white
-    background" --out samples python -m wanjax.sample --model /models/Wan2.2-T2V-A14B-Diffusers
-    --lora run/export/x_high_noise.safetensors \
-        --lora run/export/x_low_noise.safetensors@0.8 --prompt "..." --steps 40 --solver unipc
-        --out samples
+    python -m wanjax.sample --model tinywan22 --out samples \
+        --prompt "a red circle moving left and a blue square moving up on a gray background"
+    python -m wanjax.sample --model /models/Wan2.2-T2V-A14B-Diffusers --out samples \
+        --lora x_high_noise.safetensors --lora x_low_noise.safetensors@0.8 --prompt "..."
 
 Shapes: B samples, P prompts.
 """
@@ -95,7 +93,7 @@ def _sample(policy, ctx_BSE, uncond_1SE, key, ids, *, setup):
 def main(argv=None) -> None:
     """Command line: see the file docstring and --help."""
     parser = argparse.ArgumentParser(
-        prog="python -m wanjax.sample", description=__doc__.split("\n")[0]
+        prog="python -m wanjax.sample", description="Sample videos from a model."
     )
     add = parser.add_argument
     add("--model", required=True, help="diffusers folder, any Wan checkpoint, or tinywan22")

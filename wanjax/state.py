@@ -9,6 +9,7 @@ needs it. Every function below treats the experts of a run alike.
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,7 @@ from wanjax import optim, sampler, schedule, trees
 from wanjax.models import lora, presets, vae, wan
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything that a step changes, and the frozen weights it reads."""
 
     step: jax.Array  # int32, finished steps; also the policy version that a batch carries
@@ -73,7 +73,7 @@ class Setup:
     experts: tuple[str, ...]  # trained
     optim: dict[str, optim.OptimConfig]
     seed: int
-    algorithm: object  # the algorithm's own config
+    algorithm: Any  # the algorithm's own config
     rewards: dict = field(default_factory=dict)  # name -> weight
 
 

@@ -15,6 +15,8 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,17 @@ from ml_collections import config_flags
 
 from configs import default
 from convert import lora as convert_lora
-from wanjax import checkpoint, metrics, optim, report, rewards, sample, schedule, sharding
+from wanjax import (
+    checkpoint,
+    metrics,
+    optim,
+    report,
+    rewards,
+    sample,
+    schedule,
+    sharding,
+    trees,
+)
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.data import prompts as prompt_files
@@ -68,7 +80,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
             return run_dir
         checkpoint.claim(run_dir, config.to_dict(), config.resume)
         (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
-        checkpoint.write_json(run_dir / "facts.json", {"environment": metrics.environment()})
+        checkpoint.write_json(run_dir / "facts.json", _facts(config, setup, state, mesh))
         state = _restore(run_dir, state, setup, stream)
         negative = config.negative_prompt
         negative = model.sampling.negative_prompt if negative == "default" else negative
@@ -86,13 +98,13 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
 class _Job:
     """What the loop and its reports share."""
 
-    config: object
+    config: Any
     setup: states.Setup
     run_dir: pathlib.Path
     vae: dict
-    encode: object  # prompts -> ctx_PSE
+    encode: Callable  # prompts -> ctx_PSE
     uncond_1SE: jax.Array
-    reward: object  # (video, prompts) -> ({name: scores}, info)
+    reward: Callable  # (video, prompts) -> ({name: scores}, info)
     eval_prompts: tuple[str, ...]
 
 
@@ -104,7 +116,7 @@ def _loop(job: _Job, algorithm, state, stream):
         wandb=config.wandb, project=config.project, tensorboard=config.tensorboard,
     )  # fmt: skip
     writer = metrics.MetricsWriter(job.run_dir, total=config.steps, start=first, trackers=trackers)
-    saved, previous = first, None
+    saved, previous, save_times = first, None, {}
     try:
         for step in range(first, config.steps):
             times: dict[str, float] = {}
@@ -123,21 +135,16 @@ def _loop(job: _Job, algorithm, state, stream):
                 jax.block_until_ready(state.step)
             _check_finite(previous, saved)
             previous = (step, values)
-            last = step + 1 == config.steps
-            if last or _due(config.save_every, step + 1):
-                with metrics.phase(times, "checkpoint"):
-                    _check_finite(previous, saved)
-                    checkpoint.save(
-                        job.run_dir,
-                        step + 1,
-                        states.saved(state, setup),
-                        {"data": stream.state(step + 1)},
-                    )
+            writer.write(step, {**batch.metrics, **values, **times, **save_times})
+            save_times = {}
+            if step + 1 == config.steps or _due(config.save_every, step + 1):
+                _check_finite(previous, saved)
+                writer.flush()  # before the checkpoint: a kill in between must not lose lines
+                with metrics.phase(save_times, "checkpoint"):  # told with the next step
+                    kept = {"data": stream.state(step + 1)}
+                    checkpoint.save(job.run_dir, step + 1, states.saved(state, setup), kept)
                     checkpoint.prune(job.run_dir, config.keep_last, config.keep_every)
-                    saved = step + 1
-            writer.write(step, {**batch.metrics, **values, **times})
-            if last or _due(config.save_every, step + 1):
-                writer.flush()
+                saved = step + 1
     except KeyboardInterrupt:
         writer.say(
             f"stopped; checkpoint {saved} of {config.steps} is kept, "
@@ -165,7 +172,7 @@ def _evaluate(job: _Job, state, step: int, writer=None) -> None:
         seed=config.eval.seed,
     )  # fmt: skip
     scores, info = job.reward(videos, texts)
-    total = sum(config.reward[name] * scores[name] for name in scores)
+    total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
     result = {"eval/reward": float(total.mean())}
     result |= {f"eval/{name}": float(np.mean(values)) for name, values in info.items()}
     shown = config.eval.samples
@@ -307,11 +314,7 @@ def _restore(run_dir, state, setup, stream):
     step = checkpoint.latest_good(run_dir)
     if step is None:
         return state
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        states.saved(state, setup),
-    )
-    tree, meta = checkpoint.restore(run_dir, step, abstract)
+    tree, meta = checkpoint.restore(run_dir, step, states.saved(state, setup))
     stream.resume(meta["data"])
     print(f"resume   step {step} of {run_dir}", flush=True)
     return states.with_saved(state, setup, tree)
@@ -344,6 +347,23 @@ def _banner(config, setup, state, mesh, table) -> str:
             table,
         ]
     )
+
+
+def _facts(config, setup, state, mesh) -> dict:
+    """What the report says about the run beside its config."""
+    model = setup.model
+    sizes = {expert: trees.count(tree) for expert, tree in state.params["student"].items()}
+    trained = {e: trees.count(tree) for e, tree in states.trainable(state, setup).items()}
+    return {
+        "model": {
+            "path": config.model.path,
+            "name": model.name,
+            **{f"parameters {e}": f"{n:,}" for e, n in sizes.items()},
+            **{f"trained {e}": f"{n:,}" for e, n in trained.items()},
+        },
+        "mesh": dict(mesh.shape),
+        "environment": metrics.environment(),
+    }
 
 
 def _due(every: int, step: int) -> bool:

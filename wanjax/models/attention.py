@@ -114,5 +114,6 @@ def _splash(q, k, v):
         )
     )
     scaled = (q * (q.shape[-1] ** -0.5)).astype(q.dtype)
-    out = jax.vmap(lambda q, k, v: attention(q, k, v, segment_ids=segments))(scaled, k, v)
+    heads = jax.vmap(lambda q, k, v: attention(q, k, v, segment_ids=segments))
+    out: jax.Array = heads(scaled, k, v)  # pyright: ignore[reportAssignmentType]
     return out.transpose(0, 2, 1, 3)[:, :L].astype(q.dtype)

@@ -86,7 +86,7 @@ WAN22_VAE = VAEConfig(
 _B14 = WanConfig(num_attention_heads=40, attention_head_dim=128, num_layers=40, ffn_dim=13824)
 _I2V = dataclasses.replace(_B14, in_channels=36)
 _I2V_CLIP = dataclasses.replace(_I2V, image_dim=1280, added_kv_proj_dim=5120)
-_TWO = dict(experts=("high", "low"))
+_TWO = ("high", "low")
 
 MODELS = {
     config.name: config
@@ -118,14 +118,14 @@ MODELS = {
             _B14,
             Sampling(12.0, Guidance(high=4.0, low=3.0), steps=40),
             boundary=0.875,
-            **_TWO,
+            experts=_TWO,
         ),
         ModelConfig(
             "wan2.2_i2v_a14b",
             _I2V,
             Sampling(5.0, Guidance(high=3.5, low=3.5), steps=40),
             boundary=0.9,
-            **_TWO,
+            experts=_TWO,
         ),
         ModelConfig(
             "wan2.2_ti2v_5b",

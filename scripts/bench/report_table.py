@@ -1,0 +1,18 @@
+"""Write the rows of one benchmark script into its section of a markdown file, leaving the others
+alone."""
+
+import pathlib
+
+
+def write_section(path: pathlib.Path, script: str, card: str, rows: list[dict]) -> None:
+    """Replace or append the section of `script`; rows are dicts with the same keys."""
+    header = list(rows[0])
+    lines = [f"## {script}", "", f"Card: {card}", ""]
+    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    old = path.read_text(encoding="utf-8") if path.exists() else "# Benchmark results\n"
+    head, *sections = old.split("\n## ")
+    kept = [s for s in sections if not s.startswith(f"{script}\n")]
+    body = [head.rstrip()] + [f"## {s.rstrip()}" for s in kept] + ["\n".join(lines)]
+    path.write_text("\n\n".join(body) + "\n", encoding="utf-8")
+    print("\n".join(lines), flush=True)
