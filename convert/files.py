@@ -204,7 +204,13 @@ def _unique(pairs):
     return out
 
 
+def _check_name(name) -> None:
+    if not isinstance(name, str) or not 0 < len(name) < 300 or not name.isprintable():
+        raise ValueError(f"{str(name)[:40]!r} is no tensor name")
+
+
 def _span(name: str, entry) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    _check_name(name)
     if not isinstance(entry, dict):
         raise ValueError(f"entry {name!r} is not an object")
     code, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
@@ -293,10 +299,14 @@ def open_torch(path) -> Tensors:
         raise ValueError(f"{path}: holds {type(data).__name__}, expected a dict of tensors")
     tensors = {}
     for name, value in data.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.is_sparse:
-            raise ValueError(f"{path}: entry {_line(name)!r} is no tensor; save the weights alone")
-        if value.numel() * value.element_size() > max(value.untyped_storage().nbytes(), 0):
-            raise ValueError(f"{path}: tensor {_line(name)!r} is larger than its storage")
+        try:
+            _check_name(name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise ValueError(f"{path}: entry {name!r} is no tensor; save the weights alone")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"{path}: tensor {name!r} is larger than its storage")
         dtype = np.dtype(getattr(ml_dtypes, str(value.dtype)[6:], None) or str(value.dtype)[6:])
 
         def read(index, value=value, dtype=dtype):
@@ -318,6 +328,7 @@ def open_gguf(path) -> Tensors:
         found = {t.name: t for t in reader.tensors}
         shapes = {}
         for name, t in found.items():
+            _check_name(name)
             shape = tuple(int(n) for n in reversed(t.shape))
             original = reader.get_field(f"comfy.gguf.orig_shape.{name}")
             if original is not None:

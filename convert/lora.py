@@ -240,18 +240,21 @@ def _expert_of(path: pathlib.Path, metadata: dict[str, str]) -> str | None:
 
 
 def _setting(settings: dict, expert: str | None, key: str, default):
-    for prefix in ("transformer_2.", "transformer_1.") if expert == "low" else ("transformer.",):
+    for prefix in (*(("transformer_2.",) if expert == "low" else ()), "transformer.", ""):
         if prefix + key in settings:
             return settings[prefix + key]
-    return settings.get("transformer." + key, settings.get(key, default))
+    return default
 
 
 def _peft_scale(settings: dict, expert, module: str, rank: int) -> float | None:
     """alpha/rank (or alpha/sqrt(rank)) from PEFT settings; patterns match as PEFT matches them."""
     alpha = _setting(settings, expert, "lora_alpha", None)
     patterns = _setting(settings, expert, "alpha_pattern", None) or {}
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern.removeprefix('^')})", module):
+    if not isinstance(patterns, dict):
+        raise ValueError(f"alpha_pattern is {type(patterns).__name__}, expected an object")
+    for pattern, value in patterns.items():  # names, whole or as a suffix; "^" pins the start
+        whole = pattern.startswith("^")
+        if module == pattern.removeprefix("^") or (not whole and module.endswith("." + pattern)):
             alpha = value
             break
     if alpha is None:

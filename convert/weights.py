@@ -17,6 +17,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import typing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+_MAX_SIZE = 1 << 20  # of any integer in a config
 _CHUNK = 256 << 20  # host bytes of one device transfer
 RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
 _FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
@@ -352,26 +354,44 @@ def component_config(checkpoint: Checkpoint, component: str):
     _, cls = _INIT[component]
     data = checkpoint.configs[component]
     where = f"{checkpoint.where}/{component}/config.json"
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(k for k in data if k not in fields and not k.startswith("_"))
     if unknown and component in ("transformer", "transformer_2", "vae"):
         warnings.warn(f"{where}: ignored unknown {files.some(unknown)}", stacklevel=2)
-    kept = {k: _frozen(v) for k, v in data.items() if k in fields and k not in RUN_FIELDS}
+    kept = {k: v for k, v in data.items() if k in fields and k not in RUN_FIELDS}
     if cls is wan.WanConfig and "text_len" in checkpoint.extra:
         kept["text_len"] = checkpoint.extra["text_len"]
-    required = (f.name for f in fields.values() if f.default is dataclasses.MISSING)
-    if absent := [n for n in required if n not in kept]:
-        raise ValueError(f"{where}: {files.some(absent)} missing; copy the published config.json")
     if component == "text_encoder" and data.get("feed_forward_proj", "gated-gelu") != "gated-gelu":
         raise ValueError(f"{where}: feed_forward_proj is not gated-gelu; Wan uses UMT5")
+    return _build(cls, kept, where)
+
+
+def _build(cls, data: dict, where: str):
+    """Make a config dataclass from JSON values of the right types."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(data, dict) or set(data) - set(fields):
+        raise ValueError(f"{where}: expected an object with {files.some(fields, 99)}")
+    data = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for key, value in data.items():
+        if not _fits(fields[key].type, value):
+            text = str(value)[:80]
+            raise ValueError(f"{where}: {key} is {text!r}, expected {fields[key].type}")
+    required = (f.name for f in fields.values() if f.default is dataclasses.MISSING)
+    if absent := [n for n in required if n not in data]:
+        raise ValueError(f"{where}: {files.some(absent)} missing; copy the published file")
     try:
-        return cls(**kept)
-    except TypeError as error:
+        return cls(**data)
+    except (TypeError, IndexError, ArithmeticError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _frozen(value):
-    return tuple(value) if isinstance(value, list) else value
+def _fits(kind, value) -> bool:
+    """Whether a JSON value has the type of a config field, and a size that a model can have."""
+    if isinstance(value, int) and abs(value) > _MAX_SIZE:
+        return False
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(x, int | float) for x in value)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
@@ -395,6 +415,10 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     paired = len(experts) == 2 or checkpoint.said  # one file named high or low is half a pair
     preset = next((m for m in same if (len(m.experts) == 2) == paired), next(iter(same), None))
     boundary = checkpoint.index.get("boundary_ratio", checkpoint.extra.get("boundary"))
+    if not isinstance(boundary, float | None):
+        raise ValueError(
+            f"{checkpoint.where}: boundary_ratio is {str(boundary)[:80]!r}, not a number"
+        )
     if boundary is not None and len(experts) == 1:
         raise ValueError(
             f"{checkpoint.where}: boundary_ratio {boundary} in model_index.json but no "
@@ -417,14 +441,15 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
             tokenizer=_path(checkpoint.tokenizer),
             **parts,
         )
+    where = f"{checkpoint.where}/wanjax.json"
     shift = checkpoint.scheduler.get("flow_shift", checkpoint.scheduler.get("shift", 5.0))
-    sampling = {"shift": shift, "guidance": {"high": 5.0, "low": 5.0}, "steps": 50}
-    sampling |= checkpoint.extra.get("sampling", {})
-    guidance = presets.Guidance(**sampling.pop("guidance"))
+    said = checkpoint.extra.get("sampling", {"guidance": {"high": 5.0, "low": 5.0}, "steps": 50})
+    said = {"shift": shift, **said} if isinstance(said, dict) else {}
+    said["guidance"] = _build(presets.Guidance, said.get("guidance"), where)
     return presets.ModelConfig(
-        name=checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name),
+        name=str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name)),
         wan=base,
-        sampling=presets.Sampling(guidance=guidance, **sampling),
+        sampling=_build(presets.Sampling, said, where),
         experts=experts,
         boundary=boundary,
         tokenizer=_path(checkpoint.tokenizer),
@@ -467,7 +492,16 @@ def plan(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStru
             "can still change its layout"
         )
     config = component_config(checkpoint, component)
-    shapes = trees.flatten(jax.eval_shape(lambda: init(jax.random.key(0), config)))
+    try:
+        shapes = trees.flatten(jax.eval_shape(lambda: init(jax.random.key(0), config)))
+    except (TypeError, ValueError, ArithmeticError, OverflowError) as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: the config makes no model: {text}") from None
+    deep = max((x.shape[0] for p, x in shapes.items() if names.stack_root(p)), default=0)
+    if deep > len(tensors):
+        raise ValueError(
+            f"{where}: config says {deep} layers, the files hold {len(tensors)} tensors"
+        )
     expected = dict(n for path, leaf in shapes.items() for n in names.torch_names(path, leaf.shape))
     account(where, expected, {n: t.shape for n, t in tensors.items()})
     return shapes
