@@ -166,9 +166,7 @@ def _adapters(arguments: list[str], model) -> list[tuple]:
         )
         if not _is_number(strength):
             raise ValueError(f"--lora {argument}: strength {strength!r} is not a number")
-        adapters = convert_lora.load(path, model)
-        if expert and len(adapters) == 1:
-            adapters = {expert: next(iter(adapters.values()))}
+        adapters = convert_lora.load(path, model, expert=expert or None)
         for name, tree in adapters.items():
             if name not in model.experts:
                 raise ValueError(
