@@ -441,8 +441,11 @@ def convert(args) -> None:
         merged, rounding = _merge_file(merged, text, args)
         roundings += [(text, r) for r in rounding]
     write(merged, args.out, args.to, args.dtype)
-    rows = [("component", "tensors", "mapped", "missing", "unexpected")]
-    rows += [(c, len(t), len(t), 0, 0) for c, t in checkpoint.tensors.items()]
+    rows = [("component", "mapped", "missing", "unexpected", "not needed")]
+    for component, part in checkpoint.tensors.items():
+        skipped = checkpoint.skipped.get(component, [])
+        why = f"{len(skipped)} ({files.some(skipped)})" if skipped else "0"
+        rows.append((component, len(part), 0, 0, why))
     print(table(rows))
     for text, rounding in roundings:
         print(f"--lora {text}: {rounding}")

@@ -93,6 +93,8 @@ def load(path, config: presets.ModelConfig, *, expert: str | None = None, streng
         )
     if skipped:
         warnings.warn(f"{path}: {skipped}", stacklevel=2)
+    if probe(adapter) == 0:
+        warnings.warn(f"{path}: all its updates are zero, it changes nothing", stacklevel=2)
     return to_trees(adapter, config, strength)
 
 

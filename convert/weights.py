@@ -40,6 +40,7 @@ EXPERTS = {"high": "transformer", "low": "transformer_2"}
 COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
 _MAX_SIZE = 1 << 20  # of any integer in a config
 _CHUNK = 256 << 20  # host bytes of one device transfer
+_SMALL = 4 << 20  # below this the host transposes, above the device does
 RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
 _FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 _INIT = {
@@ -64,6 +65,7 @@ class Checkpoint:
     tokenizer: pathlib.Path | None = None
     spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
     said: bool = False  # a file name told its expert
+    skipped: dict[str, list[str]] = field(default_factory=dict)  # names not needed, by component
 
 
 def load(path, *, mesh=None, dtype=None):
@@ -183,7 +185,8 @@ def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
         if (path / component).is_dir():
             tensors, _ = files.open_folder(path / component)
             where = f"{path}/{component}"
-            checkpoint.tensors[component] = _hub(tensors, component, "diffusers", where)
+            checkpoint.tensors[component], skipped = _hub(tensors, component, "diffusers", where)
+            checkpoint.skipped[component] = skipped
             checkpoint.configs[component] = read_json(path / component / "config.json")
     for name, at in (("scheduler", "scheduler/scheduler_config.json"), ("extra", "wanjax.json")):
         if (path / at).is_file():
@@ -258,7 +261,8 @@ def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -
             raise ValueError(f"{checkpoint.where}: {component} is in more than one file ({where})")
         if (spiece := part.pop("spiece_model", None)) is not None:
             checkpoint.spiece = spiece
-        hub = _hub(part, component, naming, f"{where}: {component}")
+        hub, skipped = _hub(part, component, naming, f"{where}: {component}")
+        checkpoint.skipped[component] = skipped
         hints = _hints(checkpoint, component, metadata, where)
         checkpoint.tensors[component] = hub
         checkpoint.configs[component] = infer.config(component, hub, hints, str(where))
@@ -298,22 +302,29 @@ _IGNORED = re.compile(
 )
 
 
-def _hub(tensors: files.Tensors, component: str, naming: str, where: str) -> files.Tensors:
-    """Rename to diffusers names, undo quantisation, drop what carries no information of its own."""
-    tensors = {n: t for n, t in _unwrapped(tensors, where).items() if not _IGNORED.fullmatch(n)}
+def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
+    """Rename to diffusers names and undo quantisation; return (tensors, names left out).
+
+    Left out is what carries no information of its own: tied copies, tables, scales used up.
+    """
+    tensors = _unwrapped(tensors, where)
+    skipped = [n for n in tensors if _IGNORED.fullmatch(n)]
+    tensors = {n: t for n, t in tensors.items() if n not in skipped}
     for suffix in (".scale_weight", ".weight_scale"):
         for name in [n for n in tensors if n.endswith(suffix)]:
             scale, weight = tensors.pop(name), name.removesuffix(suffix) + ".weight"
             if weight not in tensors or tensors[weight].dtype not in _FP8:
                 raise ValueError(f"{where}: {name} belongs to no fp8 weight")
             tensors[weight] = files.dequantise(tensors[weight], scale)
+            skipped.append(name)
     if component == "text_encoder" and "encoder.embed_tokens.weight" in tensors:
         tied = tensors.pop("encoder.embed_tokens.weight")  # always the same as shared.weight
         tensors.setdefault("shared.weight", tied)
+        skipped.append("encoder.embed_tokens.weight")
     if component == "image_encoder" and naming == "diffusers":
-        return {n.removeprefix("vision_model."): t for n, t in tensors.items()}
+        tensors = {n.removeprefix("vision_model."): t for n, t in tensors.items()}
     if naming == "diffusers":
-        return tensors
+        return tensors, skipped
     table, out, unknown = names.rules(component, tensors), {}, []
     for name, tensor in tensors.items():
         hit = names.to_diffusers(name, table)
@@ -332,7 +343,7 @@ def _hub(tensors: files.Tensors, component: str, naming: str, where: str) -> fil
             out[n] = files.rows(tensor, k * size, (k + 1) * size) if size else tensor
     if unknown:
         raise ValueError(f"{where}: {len(unknown)} unexpected tensors: {files.some(unknown)}")
-    return out
+    return out, skipped
 
 
 def read_json(path: pathlib.Path) -> dict:
@@ -601,8 +612,13 @@ def _place(path: str, shape: tuple, parts: list[files.Tensor], dtype, target):
         size = max(1, math.prod(raw_shape) * parts[0].dtype.itemsize)
         step = max(1, _CHUNK // size)
         if step >= lead[1] - lead[0]:
-            host = chunk(*lead).transpose(move).astype(dtype).reshape(local)
-            shards += [jax.device_put(host, d) for d in devices]
+            raw = chunk(*lead)
+            if raw.nbytes < _SMALL:
+                host = raw.transpose(move).astype(dtype).reshape(local)
+                shards += [jax.device_put(host, d) for d in devices]
+            else:
+                sent = [jax.device_put(raw, d) for d in devices]
+                shards += [_arrange(x, axes=move, dtype=dtype, shape=tuple(local)) for x in sent]
             continue
         buffers = [jnp.zeros(local, dtype, device=d) for d in devices]
         sent: list = []
@@ -618,6 +634,11 @@ def _place(path: str, shape: tuple, parts: list[files.Tensor], dtype, target):
     if target is None:
         return shards[0]
     return jax.make_array_from_single_device_arrays(shape, target, shards)
+
+
+@partial(jax.jit, static_argnames=("axes", "dtype", "shape"))
+def _arrange(raw, *, axes, dtype, shape):
+    return raw.transpose(axes).astype(dtype).reshape(shape)
 
 
 @partial(jax.jit, static_argnames="axes", donate_argnames="buffer")

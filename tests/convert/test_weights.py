@@ -1,7 +1,12 @@
 """convert/weights.py: diffusers folders in and out, accounting, placement."""
 
 import json
+import os
+import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 
 import diffusers
 import jax
@@ -104,11 +109,16 @@ def test_dtype_applies_to_matmul_weights_only(saved):
 
 
 @pytest.mark.parametrize(
-    "shape,chunk",
-    [({"data": 8}, 1 << 30), ({"fsdp": 4, "tensor": 2}, 9000), ({"context": 8}, 1 << 30)],
+    "shape,chunk,small",
+    [
+        ({"data": 8}, 1 << 30, 1 << 30),
+        ({"fsdp": 4, "tensor": 2}, 9000, 0),
+        ({"context": 8}, 1 << 30, 2000),
+    ],
 )
-def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, chunk):
+def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, chunk, small):
     monkeypatch.setattr(weights, "_CHUNK", chunk)
+    monkeypatch.setattr(weights, "_SMALL", small)
     mesh = sharding.make_mesh(shape)
     tree, config = weights.load_component(saved[0], "transformer", mesh=mesh)
     assert tiny.equal(jax.device_get(tree), jax.device_get(saved[1]["high"]))
@@ -187,3 +197,57 @@ def test_output_appears_whole_or_not_at_all(tmp_path, saved):
     with pytest.raises(KeyError):
         weights.save_diffusers(wrong, tiny.CONFIG, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+_TWO_PROCESSES = """
+import sys, json
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from convert import files, weights
+from wanjax import sharding
+taken = []
+def count(tensor):
+    def read(index):
+        part = tensor.read(index)
+        taken.append(part.nbytes)
+        return part
+    return files.replace(tensor, read=read)
+checkpoint = weights.read(folder)
+tensors = {n: count(t) for n, t in checkpoint.tensors["transformer"].items()}
+shapes = weights.plan(checkpoint, "transformer")
+mesh = sharding.make_mesh({"fsdp": 2})
+tree = weights.place(tensors, shapes, "transformer", mesh=mesh)
+config = weights.model_config(checkpoint)
+params = {"high": tree, "low": tree}
+weights.save_diffusers(params, config, out)
+print("taken", sum(taken), sum(t.nbytes for t in tensors.values()))
+"""
+
+
+def test_two_processes_read_their_own_shards_and_save_together(saved, tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    env = os.environ | {
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(pathlib.Path(weights.__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", _TWO_PROCESSES]
+    runs = [
+        subprocess.Popen(
+            [*command, str(rank), port, str(saved[0]), str(tmp_path / "out")],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    for text in out:
+        taken, total = map(int, text.split("taken ")[1].split())
+        assert taken < 0.75 * total  # half of the matrices and all of the small vectors
+    tree, _ = weights.load_component(tmp_path / "out", "transformer_2")
+    assert tiny.equal(tree, saved[1]["high"])
