@@ -3,11 +3,15 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from configs import default
+from convert import weights
+from scripts import tiny_tokenizer
 from wanjax import optim, schedule
 from wanjax import state as states
 from wanjax.algorithms import grpo
@@ -110,6 +114,51 @@ def mean_reward(video, prompts):
     del prompts
     video = video.astype(np.float32) / 255
     return {"mean": video.mean((1, 2, 3, 4))}, {"spread": video.std((1, 2, 3, 4))}
+
+
+def brightness(video, prompts, meta):
+    """The same as a user's reward by import path."""
+    del meta
+    scores, info = mean_reward(video, prompts)
+    return scores["mean"], info
+
+
+def save_model(folder) -> str:
+    """Write the random model as a diffusers folder with a tokenizer; returns the path."""
+    tokenizer = pathlib.Path(folder) / "tok"
+    words = tiny_tokenizer.build_tiny_tokenizer(["red", "blue", "circle"], tokenizer)
+    text = dataclasses.replace(TEXT, vocab_size=words)
+    model = dataclasses.replace(MODEL, text=text, tokenizer=str(tokenizer))
+    weights.save_diffusers(parameters(0, model), model, pathlib.Path(folder) / "model")
+    return str(pathlib.Path(folder) / "model")
+
+
+def make_config(model: str, workdir, **changes):
+    """A ConfigDict of three short GRPO steps on the saved model; changes are dotted keys with
+    __."""
+    c = default.get_config()
+    c.name, c.workdir, c.model.path = "run", str(workdir), model
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.model.remat = "none"
+    c.lora.rank, c.lora.alpha = 2, 4.0
+    c.sampling.steps, c.sampling.batch = 6, 4
+    c.sampling.height = c.sampling.width = 16
+    c.negative_prompt = ""
+    prompts = pathlib.Path(model).parent / "prompts.txt"
+    prompts.write_text("red circle\nblue circle\nred\nblue\n")
+    c.prompts = c.eval.prompts = str(prompts)
+    c.eval.number, c.eval.samples = 2, 1
+    c.prompts_per_step, c.group_size, c.micro_samples = 2, 4, 4
+    c.reward["tests.tiny:brightness"] = 1.0
+    c.steps, c.save_every, c.sample_every = 3, 2, 0
+    c.optim.high.lr = c.optim.low.lr = 1e-2
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = c
+        for name in parents:
+            node = node[name]
+        node[last] = value
+    return c
 
 
 def replace_algorithm(setup: states.Setup, **changes) -> states.Setup:

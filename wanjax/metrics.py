@@ -77,6 +77,8 @@ class MetricsWriter:
             raise ValueError(f"metrics of step {step} come after those of step {self._next}")
         if self._pending is not None and step > self._pending[0]:
             self._emit()
+        if self._pending is None or step > self._pending[0]:
+            self._times.append(time.monotonic())
         self._next = step
         self._pending = (step, {**(self._pending[1] if self._pending else {}), **metrics})
 
@@ -112,7 +114,7 @@ class MetricsWriter:
         self._next = step + 1
         fetched = jax.device_get(values)  # sorts the keys; `values` has the given order
         record = {key: _scalar(key, fetched[key]) for key in values}
-        self._times.append(time.monotonic())
+
         record["time/wall"] = time.time()
         record["perf/steps_per_second"] = self._rate()
         record.update(peak_memory())

@@ -1,0 +1,207 @@
+"""The trainer: config errors before anything compiles, exact resume from any interruption,
+artefacts."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from configs import default, quickstart
+from tests import tiny
+from wanjax import checkpoint, metrics, train
+from wanjax.algorithms import grpo
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def whole(model, tmp_path_factory):
+    """The run that nothing interrupts."""
+    return train.main(tiny.make_config(model, tmp_path_factory.mktemp("whole")))
+
+
+def _lines(run):
+    keep = lambda record: {
+        name: value for name, value in record.items() if not name.startswith(("time/", "perf/"))
+    }
+    return [keep(record) for record in metrics.read(run)]
+
+
+def _arrays(run, step=3):
+    """Every array of a checkpoint by its path."""
+    folder = run / f"checkpoints/step_{step:08d}"
+    leaves = json.loads((folder / "MANIFEST.json").read_text())["body"]["leaves"]
+    abstract = {path: jax.ShapeDtypeStruct(shape, dtype) for path, (shape, dtype) in leaves.items()}
+    tree, _ = checkpoint.restore(run, step, abstract)
+    return {path: np.asarray(leaf) for path, leaf in tree.items()}
+
+
+def _same_run(a, b):
+    assert _lines(a) == _lines(b)
+    arrays_a, arrays_b = _arrays(a), _arrays(b)
+    assert set(arrays_a) == set(arrays_b) and arrays_a
+    for path, array in arrays_a.items():
+        np.testing.assert_array_equal(array, arrays_b[path], err_msg=path)
+    results = [json.loads((run / "evals/step_000003.json").read_text()) for run in (a, b)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("phase, step", [
+    ("collect", 0), ("update", 1), ("checkpoint", 1), ("collect", 2), ("checkpoint", 2),
+])  # fmt: skip
+def test_a_run_interrupted_in_any_phase_ends_with_the_same_bits(
+    whole, model, tmp_path, monkeypatch, phase, step
+):
+    config = tiny.make_config(model, tmp_path)
+    owner, name = {
+        "collect": (grpo, "collect"),
+        "update": (grpo, "update"),
+        "checkpoint": (checkpoint, "save"),
+    }[phase]
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > (step if phase != "checkpoint" else step - 1):
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(config)
+    _same_run(train.main(config), whole)
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_path):
+    """Kill -9 a real process three times, then let it finish."""
+    script = (
+        "import sys; from tests import tiny; from wanjax import train; "
+        "train.main(tiny.make_config(sys.argv[1], sys.argv[2]))"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", script, model, str(tmp_path)]
+    run, killed = tmp_path / "run", 0
+    for wanted in (1, 2, 3):  # lines in metrics.jsonl at which the kill comes
+        process = subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.DEVNULL)
+        deadline = time.time() + 240
+        while process.poll() is None and time.time() < deadline:
+            if len(metrics.read(run)) >= wanted:
+                break
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.wait(timeout=60)
+    assert killed >= 2
+    subprocess.run(command, env=env, cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=240)
+    _same_run(run, whole)
+
+
+def test_a_finished_run_has_all_its_artefacts(whole):
+    summary = json.loads((whole / "summary.json").read_text())
+    assert {"reward_before", "reward_after", "seconds", "report", "steps"} <= set(summary)
+    assert {"collect", "update", "eval", "checkpoint"} <= set(summary["seconds"])
+    names = {path.name for path in (whole / "export").iterdir()}
+    assert any("high_noise" in n for n in names) and any("low_noise" in n for n in names)
+    assert "<video" in (whole / "report.html").read_text()
+    for step in (0, 3):
+        assert (whole / f"samples/step_{step:06d}/000.mp4").stat().st_size > 0
+    assert [line["step"] for line in metrics.read(whole)] == [0, 1, 2]
+    assert "grid simple" in (whole / "schedule.txt").read_text()
+
+
+def test_starting_a_finished_run_again_changes_nothing(whole, model):
+    before = (whole / "metrics.jsonl").read_bytes()
+    train.main(tiny.make_config(model, whole.parent))
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_output_folder_of_another_config_is_refused(whole, model):
+    config = tiny.make_config(model, whole.parent, optim__high__lr=5e-2)
+    with pytest.raises(ValueError, match=r"optim.high.lr: 0.01 -> 0.05"):
+        train.main(config)
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(mesh__data=3), "change config.mesh"),
+    (dict(experts=("mid",)), "config.experts names 'mid'"),
+    (dict(algorithm="ppo"), "config.algorithm is 'ppo'"),
+    (dict(sampling__height=20), "config.sampling.height"),
+    (dict(sampling__frames=6), "config.sampling.frames is 6"),
+    (dict(sampling__grid="cosine"), "sampling.grid is 'cosine'"),
+    (dict(sampling__batch=3), "config.sampling.batch = 3"),
+    (dict(sde__window=7), "window"),
+    (dict(prompts="missing.txt"), "no prompts file at missing.txt"),
+    (dict(micro_samples=5), "config.micro_samples = 5"),
+    (dict(updates=5), "config.updates"),
+    (dict(lora__targets=("blocks/attn3/q",)), "matches no layer"),
+    (dict(model__path="nowhere"), "nowhere"),
+    (dict(wandb="yes"), "config.wandb is 'yes'"),
+])  # fmt: skip
+def test_config_errors_come_before_compiling_and_name_the_key(model, tmp_path, changes, text):
+    config = tiny.make_config(model, tmp_path, **changes)
+    with pytest.raises(ValueError, match=text) as error:
+        train.main(config)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one():
+    config = default.get_config().to_dict()
+    config["optim"]["high"]["learning_rate"] = 1.0
+    config["sampling"]["shfit"] = 3.0
+    with pytest.raises(ValueError, match="did you mean config.sampling.shift"):
+        train.check_keys({"sampling": config["sampling"]}, default.get_config().to_dict())
+    with pytest.raises(ValueError, match=r"config.optim.high.learning_rate is unknown"):
+        train.check_keys({"optim": config["optim"]}, default.get_config().to_dict())
+
+
+def test_the_quickstart_config_has_only_known_keys():
+    train.check_keys(quickstart.get_config().to_dict(), default.get_config().to_dict())
+
+
+def test_dry_run_writes_nothing(model, tmp_path, capsys):
+    train.main(tiny.make_config(model, tmp_path), dry_run=True)
+    assert "nothing was written" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
+    model, tmp_path, monkeypatch
+):
+    original = grpo.update
+
+    def broken(state, setup, batch):
+        state, values = original(state, setup, batch)
+        return state, {**values, "grpo/loss/high": np.nan} if batch.version == 2 else values
+
+    monkeypatch.setattr(grpo, "update", broken)
+    with pytest.raises(FloatingPointError, match="step 2, phase update: grpo/loss/high is nan"):
+        train.main(tiny.make_config(model, tmp_path))
+    assert checkpoint.latest_good(tmp_path / "run") == 2
+
+
+def test_the_command_line_reports_errors_in_one_line(model, tmp_path):
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-m", "wanjax.train", "--config", "configs/quickstart.py"]
+    for flags, text in (
+        (["--config.sampling.shfit=3"], "shfit"),
+        ([f"--config.model.path={tmp_path}/none", "--dry_run"], "none"),
+    ):
+        done = subprocess.run(
+            [*command, *flags], cwd=root, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode != 0 and text in done.stderr, done.stderr
