@@ -1,0 +1,52 @@
+"""AdamW per expert: hand-computed first step, clipping, warm-up, constants that stay constant."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from wanjax import optim
+
+
+def _step(config, tree, grad, opt=None):
+    tx = optim.make(config)
+    opt = tx.init(tree) if opt is None else opt
+    updates, opt = tx.update(grad, opt, tree)
+    return optax.apply_updates(tree, updates), opt
+
+
+def test_first_step_moves_by_the_learning_rate():
+    """Adam's first step is lr·g/(|g| + eps); 1 − 0.999 in float32 is good to 1e-5."""
+    tree = {"q": {"a": jnp.array([1.0, 1.0]), "b": jnp.array([0.0]), "scale": jnp.array([2.0])}}
+    grad = {"q": {"a": jnp.array([3.0, -5.0]), "b": jnp.array([1.0]), "scale": jnp.array([9.0])}}
+    new, _ = _step(optim.OptimConfig(lr=0.1, clip_norm=0), tree, grad)
+    np.testing.assert_allclose(new["q"]["a"], [0.9, 1.1], rtol=1e-5)
+    np.testing.assert_allclose(new["q"]["b"], [-0.1], rtol=1e-5)
+
+
+def test_adapter_scales_never_move_but_norm_scales_do():
+    config = optim.OptimConfig(lr=0.1, weight_decay=0.5)
+    adapter = {"q": {"a": jnp.ones(1), "b": jnp.ones(1), "scale": jnp.ones(1)}}
+    new, _ = _step(config, adapter, adapter)
+    assert float(new["q"]["scale"][0]) == 1.0 and float(new["q"]["a"][0]) < 1
+    norm = {"norm": {"scale": jnp.ones(1)}}
+    assert float(_step(config, norm, norm)[0]["norm"]["scale"][0]) < 1
+
+
+def test_clipping_bounds_the_first_moment():
+    """With clip_norm 1 a gradient of norm 5 enters Adam as norm 1: mu = (1 − b1)·g/5."""
+    tree = {"w": jnp.zeros(2)}
+    _, opt = _step(optim.OptimConfig(clip_norm=1.0), tree, {"w": jnp.array([3.0, 4.0])})
+    mu = optax.tree_utils.tree_get(opt, "mu")["w"]
+    np.testing.assert_allclose(mu, [0.06, 0.08], rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup, rates", [(0, [1.0, 1.0, 1.0]), (2, [0.5, 1.0, 1.0])])
+def test_warm_up_is_linear_and_zero_means_none(warmup, rates):
+    rate = optim.learning_rate(optim.OptimConfig(lr=1.0, warmup=warmup))
+    assert [float(rate(i)) for i in range(3)] == rates
+
+
+def test_negative_settings_are_refused():
+    with pytest.raises(ValueError, match="negative"):
+        optim.make(optim.OptimConfig(lr=-1.0))
