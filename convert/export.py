@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
-from convert import files, lora, names, weights
+from convert import disk, files, lora, names, weights
 from wanjax import trees
 from wanjax.models import wan
 
@@ -155,7 +155,7 @@ def merge(
 # ---- layouts out ----
 
 
-def write(checkpoint: weights.Checkpoint, out, layout: str, dtype: str | None = None) -> None:
+def write(checkpoint: disk.Checkpoint, out, layout: str, dtype: str | None = None) -> None:
     """Write a checkpoint in a layout of LAYOUTS; the output appears whole or not at all.
 
     dtype: of DTYPES, for floating tensors that are not kept in float32; None keeps what is stored
@@ -173,6 +173,7 @@ def write(checkpoint: weights.Checkpoint, out, layout: str, dtype: str | None = 
         for c, part in checkpoint.tensors.items()
     }
     with weights.fresh_folder(out) as folder:
+        assert folder is not None, "one process converts"
         if layout == "diffusers":
             _write_diffusers(checkpoint, tensors, folder)
         elif layout == "original":
@@ -194,7 +195,7 @@ def _write_diffusers(checkpoint, tensors, folder: pathlib.Path) -> None:
             folder, component, part, _component_json(checkpoint, component, special)
         )
     if "transformer" in tensors and special is None:
-        weights.write_pipeline(weights.model_config(checkpoint), tensors, folder)
+        weights.write_pipeline(disk.model_config(checkpoint), tensors, folder)
     elif checkpoint.tokenizer:
         shutil.copytree(checkpoint.tokenizer, folder / "tokenizer")
 
@@ -204,7 +205,7 @@ def _component_json(checkpoint, component: str, special: str | None) -> dict:
         classes = {"VACE": "WanVACETransformer3DModel"}
         data = {"_class_name": classes.get(special, "WanAnimateTransformer3DModel")}
         return data | dict(checkpoint.configs[component])
-    return weights.component_json(weights.component_config(checkpoint, component), component)
+    return weights.component_json(disk.component_config(checkpoint, component), component)
 
 
 def _configs(checkpoint) -> dict:
@@ -213,7 +214,7 @@ def _configs(checkpoint) -> dict:
     if "transformer" in checkpoint.tensors and not names.special_variant(
         checkpoint.tensors["transformer"]
     ):
-        extra |= weights.extra_json(weights.model_config(checkpoint))
+        extra |= weights.extra_json(disk.model_config(checkpoint))
     return extra
 
 
@@ -310,7 +311,7 @@ def _write_orbax(checkpoint, tensors, folder: pathlib.Path) -> None:
     """Parameter trees as one Orbax checkpoint (the whole model passes through device memory)."""
     params = {}
     for component, part in tensors.items():
-        shapes = weights.plan(replace(checkpoint, tensors=tensors), component)
+        shapes = disk.plan(replace(checkpoint, tensors=tensors), component)
         params[component] = weights.place(part, shapes, component)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((folder / "arrays").absolute(), args=ocp.args.PyTreeSave(params))
@@ -322,21 +323,21 @@ def _write_orbax(checkpoint, tensors, folder: pathlib.Path) -> None:
 # ---- verification ----
 
 
-def verify(source: weights.Checkpoint, converted: weights.Checkpoint) -> list[tuple[str, float]]:
+def verify(source: disk.Checkpoint, converted: disk.Checkpoint) -> list[tuple[str, float]]:
     """Run source (diffusers, torch) and converted model (wanjax) on the same input, block by block.
 
     Block l runs in a one-layer model with the embeddings and head, so host memory holds one block.
     Returns [(expert block, relative error in float32)].
     """
-    import diffusers
     import torch
+    from diffusers.models.transformers import transformer_wan
 
     out = []
     for component in [c for c in ("transformer", "transformer_2") if c in source.tensors]:
-        config = weights.component_config(source, component)
+        config = disk.component_config(source, component)
         one = dataclasses.replace(config, num_layers=1, dtype="float32", remat="none")
-        fields = {f.name for f in dataclasses.fields(one)} - set(weights.RUN_FIELDS)
-        model = diffusers.WanTransformer3DModel(**{f: getattr(one, f) for f in fields}).eval()
+        fields = {f.name for f in dataclasses.fields(one)} - set(disk.RUN_FIELDS)
+        model = transformer_wan.WanTransformer3DModel(**{f: getattr(one, f) for f in fields}).eval()
         shapes = trees.flatten(jax.eval_shape(lambda one=one: wan.init(jax.random.key(0), one)))
         denoise = jax.jit(lambda p, *a, one=one: wan.denoise(p, None, *a, config=one))
         rng = np.random.default_rng(0)
@@ -431,17 +432,17 @@ def main(argv=None) -> int:
 
 def convert(args) -> None:
     """Read, check, merge, write, verify; nothing is written before every check has passed."""
-    checkpoint = weights.read(args.src[0] if len(args.src) == 1 else args.src)
+    checkpoint = disk.read(args.src[0] if len(args.src) == 1 else args.src)
     for component in checkpoint.tensors:
         special = names.special_variant(checkpoint.tensors.get("transformer", ()))
         if not (special and component.startswith("transformer")):
-            weights.plan(checkpoint, component)
+            disk.plan(checkpoint, component)
     merged, roundings = checkpoint, []
     for text in args.lora:
         merged, rounding = _merge_file(merged, text, args)
         roundings += [(text, r) for r in rounding]
     write(merged, args.out, args.to, args.dtype)
-    rows = [("component", "mapped", "missing", "unexpected", "not needed")]
+    rows: list[tuple] = [("component", "mapped", "missing", "unexpected", "not needed")]
     for component, part in checkpoint.tensors.items():
         skipped = checkpoint.skipped.get(component, [])
         why = f"{len(skipped)} ({files.some(skipped)})" if skipped else "0"
@@ -450,22 +451,22 @@ def convert(args) -> None:
     for text, rounding in roundings:
         print(f"--lora {text}: {rounding}")
     if args.verify:
-        errors = verify(merged, weights.read(args.out))
+        errors = verify(merged, disk.read(args.out))
         worst = max(errors, key=lambda e: e[1])
         print(f"verify: {len(errors)} blocks, worst relative error {worst[1]:.2e} at {worst[0]}")
 
 
-def _merge_file(checkpoint: weights.Checkpoint, text: str, args):
+def _merge_file(checkpoint: disk.Checkpoint, text: str, args):
     path, expert, strength = parse_lora(text)
-    config = weights.model_config(checkpoint)
+    config = disk.model_config(checkpoint)
     adapter, skipped = lora.fit(lora.route(lora.read(path), config.experts, expert), config)
     if skipped and args.strict:
         raise ValueError(f"--lora {text}: {skipped}; pass --no-strict to merge the rest")
     print(f"--lora {text}: {lora.summary(adapter, strength)}{'; ' + skipped if skipped else ''}")
     dtype = None if args.dtype in (None, "fp8_scaled") else jnp.dtype(args.dtype)
     tensors, roundings = dict(checkpoint.tensors), []
-    for expert in adapter.experts:
-        component = weights.EXPERTS[expert]
+    for expert in [e for e in lora.EXPERTS if e in adapter.experts]:
+        component = disk.EXPERTS[expert]
         tensors[component], rounding = merge(
             tensors[component], adapter, expert, strength, dtype, component
         )

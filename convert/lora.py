@@ -21,6 +21,7 @@ import os
 import pathlib
 import re
 import sys
+import typing
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,7 +29,7 @@ from functools import cache
 import jax
 import numpy as np
 
-from convert import files, names, weights
+from convert import disk, files, names, weights
 from wanjax import trees
 from wanjax.models import presets, wan
 
@@ -145,10 +146,11 @@ def _parameters() -> dict[str, str]:
     """{parameter name without .weight, dots as underscores: diffusers name}, both namings."""
     out = {}
     for rule in names.rules("transformer", ()):
-        if len(rule.diffusers) > 1 or "{rest}" in rule.original:
+        if len(rule.diffusers) != 1 or "{rest}" in rule.original:
             continue
         used = set(re.findall(r"\{(\w)\}", rule.diffusers[0] + rule.original))
-        values = {"p": ["weight"], "i": range(_MAX_BLOCKS) if used & set("ij") else [0]}
+        values: dict[str, list] = {"p": ["weight"]}
+        values["i"] = list(range(_MAX_BLOCKS)) if used & set("ij") else [0]
         for key in used - set("pij"):
             values[key] = names.ALTERNATIVES[key].split("|")
         for combination in itertools.product(*values.values()):
@@ -200,13 +202,17 @@ def read(path) -> Adapter:
     tensors, metadata = files.open_any(path)
     adapter = parse(tensors, metadata, _side_config(path, metadata), str(path))
     hint = _expert_of(path, metadata)
-    if hint and set(adapter.experts) == {None}:
-        for part in (adapter.modules, adapter.dense):
-            if None in part:
-                part[hint] = part.pop(None)
-    elif hint and hint not in adapter.experts:
+    if hint and adapter.experts == [None]:
+        return _move(adapter, None, (hint,))
+    if hint and hint not in adapter.experts:
         raise ValueError(f"{path}: the name says {hint} noise, the keys {adapter.experts[0]} noise")
     return adapter
+
+
+def _move(adapter: Adapter, source: str | None, sides) -> Adapter:
+    """Give the part of one expert to the experts `sides`."""
+    pick = lambda part: {e: part[source] for e in sides} if source in part else {}
+    return dataclasses.replace(adapter, modules=pick(adapter.modules), dense=pick(adapter.dense))
 
 
 def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
@@ -224,12 +230,12 @@ def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
         if path.stem == "adapter_model"
         else f"{path.stem}.adapter_config.json"
     )
-    return weights.read_json(beside) if beside.is_file() else {}
+    return disk.read_json(beside) if beside.is_file() else {}
 
 
 def _expert_of(path: pathlib.Path, metadata: dict[str, str]) -> str | None:
     """Which expert the header, else the file name, else the folder name says."""
-    found = weights.expert_in_name(path.stem) or weights.expert_in_name(path.parent.name)
+    found = disk.expert_in_name(path.stem) or disk.expert_in_name(path.parent.name)
     header = metadata.get("wanjax.expert")
     if header in EXPERTS:
         if found not in (None, header):
@@ -268,7 +274,7 @@ def _peft_scale(settings: dict, expert, module: str, rank: int) -> float | None:
 
 def parse(tensors: files.Tensors, metadata: dict, settings: dict, where: str) -> Adapter:
     """Build an Adapter from named tensors."""
-    groups: dict[tuple, dict[str, np.ndarray]] = {}
+    groups: dict[tuple, dict[str, typing.Any]] = {}
     unknown = []
     for key, tensor in tensors.items():
         parsed = _parse(key)
@@ -387,7 +393,8 @@ def _lokr(group: dict, kinds: set[str], k: str) -> tuple[np.ndarray, np.ndarray,
 def _join(adapters: list[Adapter], where: str) -> Adapter:
     out = Adapter()
     for adapter in adapters:
-        for part, into in ((adapter.modules, out.modules), (adapter.dense, out.dense)):
+        both: list[tuple[dict, dict]] = [(adapter.modules, out.modules), (adapter.dense, out.dense)]
+        for part, into in both:
             for expert, content in part.items():
                 if expert is None or set(content) & set(into.get(expert, {})):
                     side = "no expert" if expert is None else f"{expert} noise twice"
@@ -416,11 +423,7 @@ def route(adapter: Adapter, experts: tuple[str, ...], expert: str | None = None)
                 f"adapter is for {' and '.join(said)} noise, asked for {expert}; swap them"
             )
         if expert == "both" and len(said) == 1:
-            only = said[0]
-            both = lambda part: {e: part[only] for e in EXPERTS} if only in part else {}
-            return dataclasses.replace(
-                adapter, modules=both(adapter.modules), dense=both(adapter.dense)
-            )
+            return _move(adapter, said[0], EXPERTS)
         if set(said) - set(experts):
             raise ValueError(f"adapter has a {said[-1]}-noise part, the model has {experts} only")
         return adapter
@@ -430,10 +433,7 @@ def route(adapter: Adapter, experts: tuple[str, ...], expert: str | None = None)
             "*_high_noise / *_low_noise"
         )
     sides = EXPERTS if expert == "both" else (expert or "high",)
-    spread = lambda part: {e: part[None] for e in sides} if None in part else {}
-    return dataclasses.replace(
-        adapter, modules=spread(adapter.modules), dense=spread(adapter.dense)
-    )
+    return _move(adapter, None, sides)
 
 
 # ---- against a model ----
@@ -654,7 +654,9 @@ def _render(adapter: Adapter, expert, dialect: str, combined: bool):
 
     def spell(name: str) -> str:
         if dialect != "diffusers":
-            name = names.to_original(name, table)[0]
+            hit = names.to_original(name, table)
+            assert hit is not None, name  # every name came from this table
+            name = hit[0]
         name = name.removesuffix(".weight").removesuffix(".bias").removesuffix(".modulation")
         name = name.removesuffix(".scale_shift_table")
         return prefix + (name.replace(".", "_") if dialect == "kohya" else name)
@@ -784,7 +786,7 @@ def _convert(args) -> None:
     if args.expert:
         adapter = route(adapter, EXPERTS, args.expert)
     if args.model:
-        config = presets.MODELS.get(args.model) or weights.model_config(weights.read(args.model))
+        config = presets.MODELS.get(args.model) or disk.model_config(disk.read(args.model))
         adapter, skipped = fit(route(adapter, config.experts), config)
         if skipped and args.strict:
             raise ValueError(f"{source}: {skipped}; pass --no-strict to convert the rest")
@@ -799,13 +801,13 @@ def _convert(args) -> None:
 
 
 def _extract_all(base, tuned, rank: int) -> Adapter:
-    base, tuned = weights.read(base), weights.read(tuned)
-    sides = [e for e, c in weights.EXPERTS.items() if c in base.tensors and c in tuned.tensors]
+    base, tuned = disk.read(base), disk.read(tuned)
+    sides = [e for e, c in disk.EXPERTS.items() if c in base.tensors and c in tuned.tensors]
     if not sides:
         raise ValueError(f"{base.where} and {tuned.where} have no transformer in common")
-    adapter = Adapter(metadata={"wanjax.base": weights.fingerprint(base)})
+    adapter = Adapter(metadata={"wanjax.base": disk.fingerprint(base)})
     for side in sides:
-        component = weights.EXPERTS[side]
+        component = disk.EXPERTS[side]
         key = side if len(sides) > 1 else None
         part = extract(base.tensors[component], tuned.tensors[component], rank)
         adapter.modules[key], adapter.dense[key], lost = part

@@ -19,7 +19,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from convert import files, names, weights
+from convert import disk, files, names, weights
 from wanjax import sharding, trees
 from wanjax.models import presets, wan
 
@@ -89,7 +89,7 @@ def make(folder: pathlib.Path, model: presets.ModelConfig, layers: int | None) -
         for name, shape in names.torch_names(path, leaf.shape)
     }
     model = dataclasses.replace(model, wan=config)
-    parts = {weights.EXPERTS[e]: tensors for e in model.experts}
+    parts = {disk.EXPERTS[e]: tensors for e in model.experts}
     with weights.fresh_folder(folder) as out:
         for component, part in parts.items():
             weights.write_component(out, component, part, weights.component_json(config, component))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert import export, files, lora, weights
+from convert import disk, export, files, lora, weights
 from tests.convert import tiny
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden/lora"
@@ -102,7 +102,7 @@ def test_damaged_checkpoint_files_are_refused_or_read(model, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(1500):
         path.write_bytes(mutate_safetensors(data, rng))
-        action = lambda: weights.plan(weights.read(folder), "transformer")
+        action = lambda: disk.plan(disk.read(folder), "transformer")
         refused += not outcome(action, path)
     assert refused > 1200
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
@@ -120,10 +120,10 @@ def test_damaged_adapters_are_refused_or_read(tmp_path):
 
 
 def full_check(folder):
-    checkpoint = weights.read(folder)
+    checkpoint = disk.read(folder)
     for component in ("transformer", "vae"):
-        weights.plan(checkpoint, component)
-    weights.model_config(checkpoint)
+        disk.plan(checkpoint, component)
+    disk.model_config(checkpoint)
 
 
 def test_damaged_json_files_are_refused_or_read(model, tmp_path):
@@ -134,7 +134,7 @@ def test_damaged_json_files_are_refused_or_read(model, tmp_path):
     tensors = files.open_folder(folder / "transformer")[0]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "transformer" / f"{shard}.index.json").write_text(json.dumps(index))
-    assert outcome(lambda: weights.plan(weights.read(folder), "transformer"), folder)
+    assert outcome(lambda: disk.plan(disk.read(folder), "transformer"), folder)
     paths = sorted(p for p in folder.rglob("*.json") if "tokenizer" not in p.parts)
     for k in range(300):
         path = paths[k % len(paths)]
@@ -158,7 +158,7 @@ def test_damaged_json_files_are_refused_or_read(model, tmp_path):
 def test_damaged_torch_and_gguf_files_are_refused_or_read(model, tmp_path):
     """300 mutations each; zip entries that unpack to more than they hold are refused."""
     rng = random.Random(3)
-    tensors = weights.read(model).tensors["transformer"]
+    tensors = disk.read(model).tensors["transformer"]
     named = export.original_names("transformer", tensors)
     torch.save({n: torch.tensor(t.all()) for n, t in named.items()}, tmp_path / "a.pth")
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "wan")
@@ -197,7 +197,7 @@ def test_a_failing_conversion_leaves_nothing_behind(model, tmp_path, capsys):
         path.write_bytes(data[:-3])
         assert export.main([str(folder), "--to", layout, "--out", str(tmp_path / "o")]) == 1
         path.write_bytes(data)
-        checkpoint = weights.read(folder)
+        checkpoint = disk.read(folder)
         path.write_bytes(data[:-3])  # cut after its header was checked, found when it is read
         with pytest.raises(ValueError, match="cut short"):
             export.write(checkpoint, tmp_path / "o", layout)

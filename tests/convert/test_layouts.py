@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert import export, files, names, weights
+from convert import disk, export, files, names, weights
 from tests.convert import test_names, tiny
 from wanjax import trees
 from wanjax.models import wan
@@ -60,13 +60,13 @@ def test_round_trip_through_every_layout_is_byte_exact(stem, tmp_path):
     files.write_safetensors(tmp_path / "model.safetensors", want)
     steps = ["comfyui", "original"] + (["diffusers"] if naming == "diffusers" else [])
     source = tmp_path / "model.safetensors"
-    hub = weights.read(source).tensors[component]
+    hub = disk.read(source).tensors[component]
     for layout in steps:
-        export.write(weights.read(source), tmp_path / layout, layout)
+        export.write(disk.read(source), tmp_path / layout, layout)
         source = tmp_path / layout
         if layout == "comfyui":
             (source,) = source.glob("*/*.safetensors")
-        got = weights.read(source) if layout != "diffusers" else None
+        got = disk.read(source) if layout != "diffusers" else None
         if layout == "original" and naming == "original":
             same(files.open_folder(source)[0], want)
         if got:
@@ -103,7 +103,7 @@ def test_published_vae_round_trips_through_every_layout(version, tmp_path):
     files.write_safetensors(tmp_path / "vae.safetensors", want)
     source = tmp_path / "vae.safetensors"
     for layout in ("original", "comfyui", "diffusers"):
-        export.write(weights.read(source), tmp_path / layout, layout)
+        export.write(disk.read(source), tmp_path / layout, layout)
         source = tmp_path / layout
         if layout == "comfyui":
             source = source / "vae/wan_vae.safetensors"
@@ -124,14 +124,14 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", export.LAYOUTS)
 def test_every_layout_loads_to_the_same_parameters_and_config(model, tmp_path, layout):
-    export.write(weights.read(model[0]), tmp_path / "out", layout)
+    export.write(disk.read(model[0]), tmp_path / "out", layout)
     params, config = weights.load(tmp_path / "out")
     assert tiny.equal(params, model[1])
     assert config == tiny.CONFIG
 
 
 def test_a_list_of_single_files_loads_as_one_model(model, tmp_path):
-    export.write(weights.read(model[0]), tmp_path / "out", "comfyui")
+    export.write(disk.read(model[0]), tmp_path / "out", "comfyui")
     (tmp_path / "out/wanjax.json").unlink()
     files_of = sorted(str(p) for p in tmp_path.glob("out/*/*.safetensors"))
     with pytest.raises(ValueError, match="two experts need boundary_ratio"):
@@ -143,7 +143,7 @@ def test_a_list_of_single_files_loads_as_one_model(model, tmp_path):
 
 def comfy(model, tmp_path, change=lambda t: t, **kwargs):
     """A ComfyUI file of the high expert, its tensors changed."""
-    tensors = weights.read(model[0]).tensors["transformer"]
+    tensors = disk.read(model[0]).tensors["transformer"]
     named = change(export.original_names("transformer", tensors))
     path = tmp_path / "wan_high_noise.safetensors"
     header = {"wanjax.transformer": json.dumps({"num_heads": 2})}
@@ -169,14 +169,14 @@ def test_wrapper_prefixes_are_found_without_being_told(model, tmp_path, prefix):
 
 
 def test_a_checkpoint_of_several_components_in_one_file_is_split(model, tmp_path):
-    checkpoint = weights.read(model[0])
+    checkpoint = disk.read(model[0])
     dit = export.original_names("transformer", checkpoint.tensors["transformer"])
     text = checkpoint.tensors["text_encoder"]
     merged = {f"model.diffusion_model.{n}": t for n, t in dit.items()}
     merged |= {f"text_encoders.umt5xxl.transformer.{n}": t for n, t in text.items()}
     header = {"wanjax.transformer": json.dumps({"num_heads": 2})}
     files.write_safetensors(tmp_path / "all.safetensors", merged, header)
-    got = weights.read(tmp_path / "all.safetensors")
+    got = disk.read(tmp_path / "all.safetensors")
     same(got.tensors["transformer"], checkpoint.tensors["transformer"])
     same(got.tensors["text_encoder"], text)
 
@@ -195,7 +195,7 @@ def test_scaled_fp8_reads_as_weight_times_scale(model, tmp_path, form, rng):
         return t | {n: files.of_array(v) for n, v in extra.items()}
 
     path = comfy(model, tmp_path, change)
-    tensor = weights.read(path).tensors["transformer"]["blocks.1.attn1.to_q.weight"]
+    tensor = disk.read(path).tensors["transformer"]["blocks.1.attn1.to_q.weight"]
     w = w8.astype(np.float32)
     want = (w.reshape(32, 4, 8) * scale).reshape(32, 32) if form == "block" else w * scale
     np.testing.assert_array_equal(tensor.all(), want)
@@ -216,13 +216,13 @@ def test_plain_fp8_loads_as_bfloat16(model, tmp_path):
 
 
 def test_scaled_fp8_export_is_read_back_within_one_rounding(model, tmp_path):
-    export.write(weights.read(model[0]), tmp_path / "out", "comfyui", "fp8_scaled")
+    export.write(disk.read(model[0]), tmp_path / "out", "comfyui", "fp8_scaled")
     path = tmp_path / "out/diffusion_models/wan_high_noise.safetensors"
     raw, _ = files.open_safetensors(path)
     assert raw["blocks.0.ffn.0.weight"].dtype == ml_dtypes.float8_e4m3fn
     assert raw["blocks.0.ffn.0.scale_weight"].shape == () and "scaled_fp8" in raw
-    got = weights.read(path).tensors["transformer"]
-    for name, tensor in weights.read(model[0]).tensors["transformer"].items():
+    got = disk.read(path).tensors["transformer"]
+    for name, tensor in disk.read(model[0]).tensors["transformer"].items():
         want = tensor.all()
         error = np.abs(got[name].all() - want)
         assert (error <= np.abs(want) / 16 + np.abs(want).max() / 448 / 512).all(), name
@@ -232,7 +232,7 @@ def test_gguf_reads_every_listed_type(model, tmp_path, rng):
     """patch_embedding has four axes there; Q8_0 and Q4_K against gguf's own dequantisation."""
     wide = rng.standard_normal((32, 256)).astype(np.float32)
     q = gguf.GGMLQuantizationType
-    tensors = export.original_names("transformer", weights.read(model[0]).tensors["transformer"])
+    tensors = export.original_names("transformer", disk.read(model[0]).tensors["transformer"])
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "wan")
     want = {}
     for name, tensor in tensors.items():
@@ -262,7 +262,7 @@ def test_gguf_reads_every_listed_type(model, tmp_path, rng):
         np.testing.assert_array_equal(got[name].all(), array, err_msg=name)
     part = got["blocks.0.self_attn.q.weight"].read((slice(2, 5), slice(1, 7)))
     np.testing.assert_array_equal(part, want["blocks.0.self_attn.q.weight"][2:5, 1:7])
-    assert weights.read(tmp_path / "m.gguf").configs["transformer"]["num_layers"] == 3
+    assert disk.read(tmp_path / "m.gguf").configs["transformer"]["num_layers"] == 3
 
     block = rng.integers(0, 255, (32, 144), np.uint8)  # one Q4_K super-block of 256 values a row
     block[:, :4] = np.asarray([0.01, 0.02], np.float16).view(np.uint8)
@@ -289,7 +289,7 @@ def test_pickled_code_in_a_pth_never_runs(tmp_path):
     (tmp_path / "b.pth").write_bytes(pickle.dumps(Evil(), protocol=2))
     for name in ("a.pth", "b.pth"):
         with pytest.raises(ValueError, match=name):
-            weights.read(tmp_path / name)
+            disk.read(tmp_path / name)
     assert not marker.exists()
 
 
@@ -303,22 +303,22 @@ def test_variants_the_model_cannot_run_are_named(tmp_path):
 
 
 def test_expert_files_are_told_apart_by_name(model, tmp_path):
-    export.write(weights.read(model[0]), tmp_path / "out", "comfyui")
+    export.write(disk.read(model[0]), tmp_path / "out", "comfyui")
     folder = tmp_path / "out/diffusion_models"
     (folder / "wan_high_noise.safetensors").rename(folder / "Wan_T2V_HIGH_fp16.safetensors")
     (folder / "wan_low_noise.safetensors").rename(folder / "Wan_T2V_LOW_fp16.safetensors")
-    got = weights.read(folder).tensors
-    want = weights.read(model[0]).tensors
+    got = disk.read(folder).tensors
+    want = disk.read(model[0]).tensors
     same(got["transformer"], want["transformer"])
     same(got["transformer_2"], want["transformer_2"])
 
 
 def test_verify_compares_block_by_block_and_sees_a_swapped_norm(model, tmp_path):
-    source = weights.read(model[0])
+    source = disk.read(model[0])
     export.write(source, tmp_path / "out", "original")
-    errors = export.verify(source, weights.read(tmp_path / "out"))
+    errors = export.verify(source, disk.read(tmp_path / "out"))
     assert len(errors) == 6 and max(e for _, e in errors) < 1e-5
-    broken = weights.read(tmp_path / "out")
+    broken = disk.read(tmp_path / "out")
     t = broken.tensors["transformer_2"]
     a, b = "blocks.1.attn1.norm_q.weight", "blocks.1.attn1.norm_k.weight"
     t[a], t[b] = t[b], t[a]
@@ -339,8 +339,8 @@ def test_command_converts_and_reports(model, tmp_path, capsys):
 
 
 def test_diffusers_loads_what_came_from_original_files(model, tmp_path):
-    export.write(weights.read(model[0]), tmp_path / "o", "original")
-    export.write(weights.read(tmp_path / "o"), tmp_path / "d", "diffusers")
+    export.write(disk.read(model[0]), tmp_path / "o", "original")
+    export.write(disk.read(tmp_path / "o"), tmp_path / "d", "diffusers")
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "d", tokenizer=None)
     shapes = jax.eval_shape(lambda: wan.init(jax.random.key(0), tiny.WAN))
     assert trees.count(shapes) == sum(p.numel() for p in pipe.transformer.parameters())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from convert import export, files, lora, names, weights
+from convert import disk, export, files, lora, names, weights
 from tests.convert import tiny
 from wanjax import trees
 from wanjax.models import wan
@@ -282,7 +282,7 @@ def test_one_file_goes_onto_both_experts_with_different_strengths(tmp_path):
     path = save(tmp_path / "style.safetensors", pair(Q) | {f"{Q}.alpha": np.asarray(1.0)})
     args = [str(tmp_path / "m"), "--to", "diffusers", "--out", str(tmp_path / "out")]
     assert export.main([*args, "--lora", f"{path}:high@3.0", "--lora", f"{path}:low@1.5"]) == 0
-    old, new = weights.read(tmp_path / "m").tensors, weights.read(tmp_path / "out").tensors
+    old, new = disk.read(tmp_path / "m").tensors, disk.read(tmp_path / "out").tensors
     name = "blocks.1.attn1.to_q.weight"
     change = [new[c][name].all() - old[c][name].all() for c in ("transformer", "transformer_2")]
     a, b = pair(Q).values()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from convert import files, weights
+from convert import disk, files, weights
 from tests.convert import tiny
 from wanjax import sharding, trees
 
@@ -45,7 +45,7 @@ def test_saved_folder_loads_back_bit_for_bit(saved):
 
 def test_diffusers_and_transformers_load_the_saved_folder(saved):
     folder, params = saved
-    for expert, component in weights.EXPERTS.items():
+    for expert, component in disk.EXPERTS.items():
         model, info = diffusers.WanTransformer3DModel.from_pretrained(
             folder / component, output_loading_info=True
         )
@@ -141,6 +141,24 @@ def _edit(folder, change):
     files.write_safetensors(path, {n: files.of_array(a) for n, a in data.items()})
 
 
+def test_layers_of_different_dtypes_meet_in_float32(broken):
+    name = "blocks.1.attn1.to_q.weight"
+    want = {}
+
+    def change(d):
+        for n in d:
+            if "attn1.to_q.weight" in n and n != name:
+                d[n] = d[n].astype(jnp.bfloat16)
+        want.update(d)
+
+    _edit(broken, change)
+    kernel = weights.load(broken)[0]["high"]["blocks"]["attn1"]["to_q"]["kernel"]
+    assert kernel.dtype == jnp.float32
+    for layer in range(3):
+        tensor = want[f"blocks.{layer}.attn1.to_q.weight"]
+        np.testing.assert_array_equal(kernel[layer], tensor.T.astype(np.float32))
+
+
 def test_missing_tensors_are_named(broken):
     _edit(broken, lambda d: (d.pop("blocks.1.attn1.to_q.weight"), d.pop("proj_out.bias")))
     with pytest.raises(ValueError, match=r"transformer has .* 2 missing: .*blocks\.1\.attn1\.to_q"):
@@ -205,7 +223,7 @@ import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
-from convert import files, weights
+from convert import disk, files, weights
 from wanjax import sharding
 taken = []
 def count(tensor):
@@ -214,12 +232,12 @@ def count(tensor):
         taken.append(part.nbytes)
         return part
     return files.replace(tensor, read=read)
-checkpoint = weights.read(folder)
+checkpoint = disk.read(folder)
 tensors = {n: count(t) for n, t in checkpoint.tensors["transformer"].items()}
-shapes = weights.plan(checkpoint, "transformer")
+shapes = disk.plan(checkpoint, "transformer")
 mesh = sharding.make_mesh({"fsdp": 2})
 tree = weights.place(tensors, shapes, "transformer", mesh=mesh)
-config = weights.model_config(checkpoint)
+config = disk.model_config(checkpoint)
 params = {"high": tree, "low": tree}
 weights.save_diffusers(params, config, out)
 print("taken", sum(taken), sum(t.nbytes for t in tensors.values()))

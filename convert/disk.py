@@ -1,0 +1,463 @@
+"""What is on disk: a checkpoint of any published Wan layout as lazy tensors and configs.
+
+Layout, component, naming and expert are read from tensor names, shapes and file names. Tensors
+come out under diffusers names, unquantised, with their configs, every one accounted for.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import json
+import pathlib
+import re
+import typing
+import warnings
+from dataclasses import dataclass, field
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from convert import files, infer, names
+from wanjax import trees
+from wanjax.models import clip, presets, umt5, vae, wan
+
+EXPERTS = {"high": "transformer", "low": "transformer_2"}
+COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
+FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+_MAX_SIZE = 1 << 20  # of any integer in a config
+_INIT = {
+    "transformer": (wan.init, wan.WanConfig),
+    "transformer_2": (wan.init, wan.WanConfig),
+    "vae": (vae.init, vae.VAEConfig),
+    "text_encoder": (umt5.init, umt5.UMT5Config),
+    "image_encoder": (clip.init, clip.CLIPVisionConfig),
+}
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint on disk: lazy tensors under diffusers names and config dicts, per component."""
+
+    where: str
+    tensors: dict[str, files.Tensors]
+    configs: dict[str, dict]
+    index: dict = field(default_factory=dict)  # model_index.json
+    scheduler: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)  # wanjax.json: name, sampling, text_len
+    tokenizer: pathlib.Path | None = None
+    spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
+    said: bool = False  # a file name told its expert
+    skipped: dict[str, list[str]] = field(default_factory=dict)  # names not needed, by component
+
+
+def read(path) -> Checkpoint:
+    """Open a checkpoint of any layout without reading its tensors.
+
+    path: diffusers folder, original folder, folder or list of single files (safetensors, .pth,
+    GGUF), one such file, or "tinywan22". Layout, component and expert are read from names, shapes
+    and file names.
+    """
+    if isinstance(path, str) and path == "tinywan22":
+        path = str(importlib.resources.files("wanjax") / "assets" / "tinywan22")
+    if isinstance(path, list | tuple):
+        checkpoint = Checkpoint(", ".join(map(str, path)), {}, {})
+        for part in path:
+            _add_file(checkpoint, pathlib.Path(part))
+        return _complete(checkpoint)
+    path = pathlib.Path(path)
+    checkpoint = Checkpoint(str(path), {}, {})
+    if path.is_file():
+        _add_file(checkpoint, path)
+    elif not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder; set model.path")
+    elif (path / "model_index.json").is_file():
+        _add_diffusers(checkpoint, path)
+    else:
+        _add_folder(checkpoint, path)
+    return _complete(checkpoint)
+
+
+def _complete(checkpoint: Checkpoint) -> Checkpoint:
+    if "transformer" not in checkpoint.tensors and "transformer_2" in checkpoint.tensors:
+        checkpoint.tensors["transformer"] = checkpoint.tensors.pop("transformer_2")
+        checkpoint.configs["transformer"] = checkpoint.configs.pop("transformer_2")
+    if not checkpoint.tensors:
+        raise ValueError(
+            f"{checkpoint.where}: no Wan tensors; expected a diffusers folder, an original "
+            "folder, or .safetensors, .pth or .gguf files"
+        )
+    return checkpoint
+
+
+def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    checkpoint.index = read_json(path / "model_index.json")
+    for component in COMPONENTS:
+        if (path / component).is_dir():
+            tensors, _ = files.open_folder(path / component)
+            where = f"{path}/{component}"
+            checkpoint.tensors[component], skipped = _hub(tensors, component, "diffusers", where)
+            checkpoint.skipped[component] = skipped
+            checkpoint.configs[component] = read_json(path / component / "config.json")
+    for name, at in (("scheduler", "scheduler/scheduler_config.json"), ("extra", "wanjax.json")):
+        if (path / at).is_file():
+            setattr(checkpoint, name, read_json(path / at))
+    if (path / "tokenizer").is_dir():
+        checkpoint.tokenizer = path / "tokenizer"
+    if "transformer" not in checkpoint.tensors:
+        raise ValueError(f"{path}: no transformer/ folder; download the checkpoint again")
+
+
+_COMFY = ("diffusion_models", "vae", "text_encoders", "clip_vision")
+
+
+def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    """Original release (high_noise_model/, low_noise_model/ or shards at the root), or files."""
+    if (path / "wanjax.json").is_file():
+        checkpoint.extra = read_json(path / "wanjax.json")
+    experts = {"high_noise_model": "high", "low_noise_model": "low"}
+    for name in sorted(experts):
+        if (path / name).is_dir():
+            tensors, metadata = files.open_folder(path / name)
+            _add(checkpoint, tensors, metadata, path / name, experts[name])
+    loose = sorted(path.glob("*.safetensors"))
+    shards = [
+        f for f in loose if re.search(r"-\d{5}-of-\d{5}|^diffusion_pytorch_model|^model\.", f.name)
+    ]
+    if shards:
+        tensors, metadata = files.open_folder(path)
+        used = {t.where for t in tensors.values()}
+        _add(checkpoint, tensors, metadata, path, None)
+        loose = [f for f in loose if str(f) not in used]
+    for kind in _COMFY:
+        loose += sorted((path / kind).glob("*.safetensors"))
+    for file in [*loose, *sorted(path.glob("*.pth")), *sorted(path.glob("*.gguf"))]:
+        _add_file(checkpoint, file)
+    tokenizer = path / "google" / "umt5-xxl"
+    if tokenizer.is_dir():
+        checkpoint.tokenizer = tokenizer
+
+
+def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; set model.path")
+    tensors, metadata = files.open_any(path)
+    _add(checkpoint, tensors, metadata, path, expert_in_name(path.stem))
+
+
+def expert_in_name(text: str) -> str | None:
+    """Return "high" or "low" if a name says one of them, None if neither; ValueError if both."""
+    sides = {s for s in EXPERTS if re.search(rf"(?i)(?<![a-z]){s}(?![a-z])|{s}_?noise", text)}
+    if len(sides) == 2:
+        raise ValueError(f"{text}: the name says both high and low noise; rename the file")
+    return sides.pop() if sides else None
+
+
+def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -> None:
+    """Sort a file's tensors into components under diffusers names."""
+    tensors = _unwrapped(tensors, where)
+    found = names.detect(tensors)
+    if not found:
+        raise ValueError(
+            f"{where}: {len(tensors)} tensors of no Wan component ({files.some(tensors)}); "
+            "expected a transformer, VAE, UMT5 or CLIP checkpoint"
+        )
+    prefixes = sorted({p for _, _, p in found}, key=len, reverse=True)
+    for component, naming, prefix in found:
+        owner = lambda n: next((p for p in prefixes if n.startswith(p)), None)
+        part = {n[len(prefix) :]: t for n, t in tensors.items() if owner(n) == prefix}
+        if component == "transformer" and expert:
+            component, checkpoint.said = EXPERTS[expert], True
+        if component in checkpoint.tensors:
+            raise ValueError(f"{checkpoint.where}: {component} is in more than one file ({where})")
+        if (spiece := part.pop("spiece_model", None)) is not None:
+            checkpoint.spiece = spiece
+        hub, skipped = _hub(part, component, naming, f"{where}: {component}")
+        checkpoint.skipped[component] = skipped
+        hints = _hints(checkpoint, component, metadata, where)
+        checkpoint.tensors[component] = hub
+        checkpoint.configs[component] = infer.config(component, hub, hints, str(where))
+    leftover = [n for n in tensors if not any(n.startswith(p) for p in prefixes)]
+    if leftover:
+        raise ValueError(
+            f"{where}: {len(leftover)} tensors of no component: {files.some(leftover)}"
+        )
+
+
+def _hints(checkpoint: Checkpoint, component: str, metadata, where: pathlib.Path) -> dict:
+    """What a header, wanjax.json or config.json beside the file says of a component's config."""
+    if raw := metadata.get(f"wanjax.{component.removesuffix('_2')}"):
+        try:
+            return dict(json.loads(raw))
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(f"{where}: header entry wanjax.{component} is not JSON") from None
+    if component in checkpoint.extra.get("configs", {}):
+        return checkpoint.extra["configs"][component]
+    beside = where / "config.json" if where.is_dir() else where.parent / "config.json"
+    if component.startswith("transformer") and beside.is_file():
+        return read_json(beside)
+    return {}
+
+
+def _unwrapped(tensors: files.Tensors, where) -> files.Tensors:
+    out = {names.unwrap(n): t for n, t in tensors.items()}
+    if len(out) != len(tensors):
+        raise ValueError(f"{where}: two names differ only in wrapper prefixes")
+    return out
+
+
+_IGNORED = re.compile(
+    r".*\.norm_added_q\..*|(.*\.)?freqs|scaled_fp8|.*\.(scale_input|input_scale)|textual\..*"
+    r"|visual\.head|log_scale|(vision_model\.)?embeddings\.position_ids|visual_projection\.weight"
+    r"|motion_encoder\.enc\.net_app\.convs\..*\.kernel|logit_scale"
+)
+
+
+def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
+    """Rename to diffusers names and undo quantisation; return (tensors, names left out).
+
+    Left out is what carries no information of its own: tied copies, tables, scales used up.
+    """
+    tensors = _unwrapped(tensors, where)
+    skipped = [n for n in tensors if _IGNORED.fullmatch(n)]
+    tensors = {n: t for n, t in tensors.items() if n not in skipped}
+    for suffix in (".scale_weight", ".weight_scale"):
+        for name in [n for n in tensors if n.endswith(suffix)]:
+            scale, weight = tensors.pop(name), name.removesuffix(suffix) + ".weight"
+            if weight not in tensors or tensors[weight].dtype not in FP8:
+                raise ValueError(f"{where}: {name} belongs to no fp8 weight")
+            tensors[weight] = files.dequantise(tensors[weight], scale)
+            skipped.append(name)
+    if component == "text_encoder" and "encoder.embed_tokens.weight" in tensors:
+        tied = tensors.pop("encoder.embed_tokens.weight")  # always the same as shared.weight
+        tensors.setdefault("shared.weight", tied)
+        skipped.append("encoder.embed_tokens.weight")
+    if component == "image_encoder" and naming == "diffusers":
+        tensors = {n.removeprefix("vision_model."): t for n, t in tensors.items()}
+    if naming == "diffusers":
+        return tensors, skipped
+    table, out, unknown = names.rules(component, tensors), {}, []
+    for name, tensor in tensors.items():
+        hit = names.to_diffusers(name, table)
+        if hit is None:
+            unknown.append(f"{name} {tensor.shape}")
+            continue
+        new, rule = hit
+        if rule.drop:
+            tensor = files.squeeze(tensor, rule.drop)
+        if len(new) > 1 and (not tensor.shape or tensor.shape[0] % len(new)):
+            raise ValueError(
+                f"{where}: {name} of shape {tensor.shape} does not split in {len(new)}"
+            )
+        size = tensor.shape[0] // len(new) if len(new) > 1 else 0
+        for k, n in enumerate(new):
+            out[n] = files.rows(tensor, k * size, (k + 1) * size) if size else tensor
+    if unknown:
+        raise ValueError(f"{where}: {len(unknown)} unexpected tensors: {files.some(unknown)}")
+    return out, skipped
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """Read a JSON object; ValueError naming the file if it is none."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: holds {type(data).__name__}, expected a JSON object")
+    return data
+
+
+# ---- configs ----
+
+
+def component_config(checkpoint: Checkpoint, component: str):
+    """Return the config dataclass of one component from its config.json."""
+    _, cls = _INIT[component]
+    data = checkpoint.configs[component]
+    where = f"{checkpoint.where}/{component}/config.json"
+    fields = [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(k for k in data if k not in fields and not k.startswith("_"))
+    if unknown and component in ("transformer", "transformer_2", "vae"):
+        warnings.warn(f"{where}: ignored unknown {files.some(unknown)}", stacklevel=2)
+    kept = {k: v for k, v in data.items() if k in fields and k not in RUN_FIELDS}
+    if cls is wan.WanConfig and "text_len" in checkpoint.extra:
+        kept["text_len"] = checkpoint.extra["text_len"]
+    if component == "text_encoder" and data.get("feed_forward_proj", "gated-gelu") != "gated-gelu":
+        raise ValueError(f"{where}: feed_forward_proj is not gated-gelu; Wan uses UMT5")
+    return _build(cls, kept, where)
+
+
+def _build(cls, data: dict, where: str):
+    """Make a config dataclass from JSON values of the right types."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(data, dict) or set(data) - set(fields):
+        raise ValueError(f"{where}: expected an object with {files.some(fields, 99)}")
+    data = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for key, value in data.items():
+        if not _fits(fields[key].type, value):
+            text = str(value)[:80]
+            raise ValueError(f"{where}: {key} is {text!r}, expected {fields[key].type}")
+    required = (f.name for f in fields.values() if f.default is dataclasses.MISSING)
+    if absent := [n for n in required if n not in data]:
+        raise ValueError(f"{where}: {files.some(absent)} missing; copy the published file")
+    try:
+        return cls(**data)
+    except (TypeError, IndexError, ArithmeticError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _fits(kind, value) -> bool:
+    """Whether a JSON value has the type of a config field, and a size that a model can have."""
+    if isinstance(value, int) and abs(value) > _MAX_SIZE:
+        return False
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(x, int | float) for x in value)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
+    """Return the ModelConfig: architecture from the files, sampling from the preset it matches.
+
+    Schedulers in released folders are not trusted for a known model (A14B says shift 3, was
+    released with 12 and 5); a folder's own wanjax.json comes first, the scheduler last.
+    """
+    if "transformer" not in checkpoint.tensors:
+        has = ", ".join(checkpoint.tensors)
+        raise ValueError(f"{checkpoint.where}: has {has} but no transformer; add its file")
+    configs: dict[str, typing.Any] = {
+        c: component_config(checkpoint, c) for c in checkpoint.tensors
+    }
+    experts = tuple(e for e, c in EXPERTS.items() if c in configs)
+    base = configs["transformer"]
+    if len(experts) == 2 and configs["transformer_2"] != base:
+        raise ValueError(
+            f"{checkpoint.where}: transformer and transformer_2 have different configs; "
+            "both experts must share one architecture"
+        )
+    same = [m for m in presets.MODELS.values() if _same(m.wan, base)]
+    paired = len(experts) == 2 or checkpoint.said  # one file named high or low is half a pair
+    preset = next((m for m in same if (len(m.experts) == 2) == paired), next(iter(same), None))
+    boundary = checkpoint.index.get("boundary_ratio", checkpoint.extra.get("boundary"))
+    if not isinstance(boundary, float | None):
+        raise ValueError(
+            f"{checkpoint.where}: boundary_ratio is {str(boundary)[:80]!r}, not a number"
+        )
+    if boundary is not None and len(experts) == 1:
+        raise ValueError(
+            f"{checkpoint.where}: boundary_ratio {boundary} in model_index.json but no "
+            "transformer_2/; download the low-noise expert or set boundary_ratio to null"
+        )
+    if boundary is None and len(experts) == 2:
+        boundary = preset.boundary if preset else None
+        if boundary is None:
+            raise ValueError(
+                f"{checkpoint.where}: two experts need boundary_ratio in model_index.json"
+            )
+    optional = {"vae": "vae", "text": "text_encoder", "image": "image_encoder"}
+    parts = {k: configs[c] for k, c in optional.items() if c in configs}
+    if preset and not checkpoint.extra:
+        return dataclasses.replace(
+            preset,
+            wan=base,
+            experts=experts,
+            boundary=boundary,
+            tokenizer=_path(checkpoint.tokenizer),
+            **parts,
+        )
+    where = f"{checkpoint.where}/wanjax.json"
+    shift = checkpoint.scheduler.get("flow_shift", checkpoint.scheduler.get("shift", 5.0))
+    said = checkpoint.extra.get("sampling", {"guidance": {"high": 5.0, "low": 5.0}, "steps": 50})
+    said = {"shift": shift, **said} if isinstance(said, dict) else {}
+    said["guidance"] = _build(presets.Guidance, said.get("guidance", {}), where)
+    return presets.ModelConfig(
+        name=str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name)),
+        wan=base,
+        sampling=_build(presets.Sampling, said, where),
+        experts=experts,
+        boundary=boundary,
+        tokenizer=_path(checkpoint.tokenizer),
+        **parts,
+    )
+
+
+def _path(path) -> str | None:
+    return None if path is None else str(path)
+
+
+def _same(preset: wan.WanConfig, config: wan.WanConfig) -> bool:
+    run = {f: getattr(config, f) for f in RUN_FIELDS}
+    return dataclasses.replace(preset, **run) == config
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Short hash of the transformers: every name and shape, and a few small tensors' values."""
+    digest = hashlib.sha256()
+    for component in EXPERTS.values():
+        tensors = checkpoint.tensors.get(component, {})
+        for name in sorted(tensors):
+            digest.update(f"{component}.{name} {tensors[name].shape}".encode())
+        for name in ("proj_out.weight", "scale_shift_table", "blocks.0.attn1.to_q.bias"):
+            if name in tensors:
+                digest.update(tensors[name].all().astype(np.float32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- accounting ----
+
+
+def plan(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {path: shape} of a component's tree after checking every tensor name and shape."""
+    tensors, where = checkpoint.tensors[component], f"{checkpoint.where}: {component}"
+    if component in ("transformer", "transformer_2") and (kind := names.special_variant(tensors)):
+        raise ValueError(
+            f"{where} is a {kind} checkpoint, which the model code does not run; convert.weights "
+            "can still change its layout"
+        )
+    tree = shapes(checkpoint, component)
+    deep = max((x.shape[0] for p, x in tree.items() if names.stack_root(p)), default=0)
+    if deep > len(tensors):
+        raise ValueError(
+            f"{where}: config says {deep} layers, the files hold {len(tensors)} tensors"
+        )
+    expected = dict(n for path, leaf in tree.items() for n in names.torch_names(path, leaf.shape))
+    account(where, expected, {n: t.shape for n, t in tensors.items()})
+    return tree
+
+
+def shapes(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {path: shape} of the tree that a component's config describes."""
+    try:
+        return dict(_shapes(component, component_config(checkpoint, component)))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{checkpoint.where}: the config of {component} makes no model: {text}"
+        ) from None
+
+
+@functools.lru_cache(16)
+def _shapes(component: str, config) -> tuple:
+    init, _ = _INIT[component]
+    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    return tuple(trees.flatten(tree).items())
+
+
+def account(where: str, expected: dict[str, tuple], got: dict[str, tuple]) -> None:
+    """Raise a one-line ValueError if names or shapes differ."""
+    missing = [f"{n} {s}" for n, s in expected.items() if n not in got]
+    unexpected = [f"{n} {s}" for n, s in got.items() if n not in expected]
+    wrong = [
+        f"{n} is {got[n]}, expected {s}" for n, s in expected.items() if n in got and got[n] != s
+    ]
+    parts = (("missing", missing), ("unexpected", unexpected), ("of wrong shape", wrong))
+    if any(items for _, items in parts):
+        text = "; ".join(
+            f"{len(items)} {what}: {files.some(items)}" for what, items in parts if items
+        )
+        raise ValueError(
+            f"{where} has {len(got)} tensors, expected {len(expected)}; {text}; "
+            "the files do not fit the config.json beside them"
+        )
