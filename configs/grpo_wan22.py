@@ -4,7 +4,7 @@
         --config.model.path=/models/Wan2.2-T2V-A14B-Diffusers --config.prompts=prompts.txt
 
 Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 27 s of
-rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md); the default of 48 x 16 wants a pod
+rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md); the default 48 x 16 wants a pod
 or a node, over which `mesh.data` splits the samples.
 
 The reward is yours: an import path "package.module:function", called as function(video uint8
