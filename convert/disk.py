@@ -429,8 +429,9 @@ def plan(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStru
 
 def shapes(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Return {path: shape} of the tree that a component's config describes."""
+    config = component_config(checkpoint, component)
     try:
-        return dict(_shapes(component, component_config(checkpoint, component)))
+        return dict(_shapes(component, config))
     except (TypeError, ValueError, ArithmeticError) as error:
         text = str(error).partition("\n")[0]
         raise ValueError(

@@ -194,10 +194,21 @@ def _write_diffusers(checkpoint, tensors, folder: pathlib.Path) -> None:
         weights.write_component(
             folder, component, part, _component_json(checkpoint, component, special)
         )
-    if "transformer" in tensors and special is None:
+    pipeline = "transformer" in tensors and special is None
+    if pipeline:
         weights.write_pipeline(disk.model_config(checkpoint), tensors, folder)
-    elif checkpoint.tokenizer:
-        shutil.copytree(checkpoint.tokenizer, folder / "tokenizer")
+    if not (pipeline and checkpoint.tokenizer):  # write_pipeline copied it
+        _write_tokenizer(checkpoint, folder / "tokenizer")
+
+
+def _write_tokenizer(checkpoint, at: pathlib.Path) -> None:
+    """Copy the tokenizer folder, or write the sentencepiece model that a ComfyUI file held."""
+    if checkpoint.tokenizer:
+        shutil.copytree(checkpoint.tokenizer, at)
+    elif checkpoint.spiece:
+        at.mkdir(parents=True)
+        checkpoint.spiece.all().tofile(at / "spiece.model")
+        weights.dump_json(at / "tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"})
 
 
 def _component_json(checkpoint, component: str, special: str | None) -> dict:
@@ -237,8 +248,7 @@ def _write_original(checkpoint, tensors, folder: pathlib.Path) -> None:
         at.mkdir(exist_ok=True)
         files.write_sharded(at, "diffusion_pytorch_model", renamed)
         weights.dump_json(at / "config.json", _original_json(checkpoint.configs[component]))
-    if checkpoint.tokenizer:
-        shutil.copytree(checkpoint.tokenizer, folder / "google/umt5-xxl")
+    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
     weights.dump_json(folder / "wanjax.json", _configs(checkpoint))
 
 
@@ -303,8 +313,7 @@ def _write_comfyui(checkpoint, tensors, folder: pathlib.Path, dtype: str | None)
         }
         files.write_safetensors(folder / kind / f"{stem}.safetensors", part, header)
     weights.dump_json(folder / "wanjax.json", _configs(checkpoint))
-    if checkpoint.tokenizer:
-        shutil.copytree(checkpoint.tokenizer, folder / "google/umt5-xxl")
+    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
 
 
 def _write_orbax(checkpoint, tensors, folder: pathlib.Path) -> None:
@@ -316,8 +325,7 @@ def _write_orbax(checkpoint, tensors, folder: pathlib.Path) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((folder / "arrays").absolute(), args=ocp.args.PyTreeSave(params))
     weights.dump_json(folder / "wanjax.json", _configs(checkpoint))
-    if checkpoint.tokenizer:
-        shutil.copytree(checkpoint.tokenizer, folder / "google/umt5-xxl")
+    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
 
 
 # ---- verification ----
@@ -424,7 +432,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     try:
         convert(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -433,10 +441,12 @@ def main(argv=None) -> int:
 def convert(args) -> None:
     """Read, check, merge, write, verify; nothing is written before every check has passed."""
     checkpoint = disk.read(args.src[0] if len(args.src) == 1 else args.src)
+    special = names.special_variant(checkpoint.tensors.get("transformer", ()))
     for component in checkpoint.tensors:
-        special = names.special_variant(checkpoint.tensors.get("transformer", ()))
         if not (special and component.startswith("transformer")):
             disk.plan(checkpoint, component)
+    if args.verify and special:
+        raise ValueError(f"{checkpoint.where}: wanjax cannot run this variant; drop --verify")
     merged, roundings = checkpoint, []
     for text in args.lora:
         merged, rounding = _merge_file(merged, text, args)

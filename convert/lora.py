@@ -629,16 +629,20 @@ def write(
             both = "lora_adapter_metadata"
             metadata[both] = json.dumps(json.loads(header[both]) | json.loads(metadata[both]))
         jobs[name] = (old | tensors, header | metadata)
-    paths = []
-    if jax.process_index() == 0:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for name, (tensors, metadata) in jobs.items():
+    if jax.process_index() != 0:
+        return []
+    out_dir.mkdir(parents=True, exist_ok=True)
+    moves = {out_dir / f".{name}.partial": out_dir / f"{name}.safetensors" for name in jobs}
+    try:
+        for partial, (tensors, metadata) in zip(moves, jobs.values(), strict=True):
             lazy = {k: weights.stored("", k, files.of_array(v), dtype) for k, v in tensors.items()}
-            paths.append(out_dir / f"{name}.safetensors")
-            partial = out_dir / f".{name}.partial"
             files.write_safetensors(partial, lazy, metadata)
-            os.replace(partial, paths[-1])
-    return paths
+        for partial, path in moves.items():
+            os.replace(partial, path)
+    finally:
+        for partial in moves:
+            partial.unlink(missing_ok=True)
+    return list(moves.values())
 
 
 def _render(adapter: Adapter, expert, dialect: str, combined: bool):
@@ -771,7 +775,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     try:
         _convert(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -12,7 +12,7 @@ Dimension legend: L layers, O outputs, I inputs.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,7 +75,7 @@ ALTERNATIVES = {
     "B": "blocks|vace_blocks",
     "h": "q|k|v",
     "n": "norm_q|norm_k",
-    "V": r"vision_model\.|",
+    "c": "conv1_local|conv2|conv3",
     "E": "encoder|decoder",
     "X": "ref_conv|control_adapter|patch_embedding_global|head_global|img_emb_refimage"
     "|img_emb_refface|music_projection|music_encoder|music_injector|cond_encoder|casual_audio_encoder|audio_injector"
@@ -96,127 +96,98 @@ class Rule:
     drop: tuple[int, ...] = ()
 
 
-def _rules(rows) -> tuple[Rule, ...]:
-    return tuple(Rule((d,) if isinstance(d, str) else d, o, *rest) for d, o, *rest in rows)
+def _table(text: str) -> tuple[Rule, ...]:
+    """Parse rows "diffusers [+ diffusers ...] = original [drop axis axis ...]"."""
+    out = []
+    for line in text.strip().splitlines():
+        left, right = line.split(" = ")
+        original, _, drop = right.strip().partition(" drop ")
+        out.append(Rule(tuple(left.split(" + ")), original, tuple(map(int, drop.split()))))
+    return tuple(out)
 
 
-_ATTENTION = [
-    row
-    for d, o in (("{B}.{i}.attn1", "{B}.{i}.self_attn"), ("{B}.{i}.attn2", "{B}.{i}.cross_attn"))
-    for row in (
-        (d + ".to_{h}.{p}", o + ".{h}.{p}"),
-        (d + ".to_out.0.{p}", o + ".o.{p}"),
-        (d + ".{n}.weight", o + ".{n}.weight"),
-    )
-]
-_TRANSFORMER = _rules(
-    [
-        *_ATTENTION,
-        ("blocks.{i}.attn2.add_k_proj.{p}", "blocks.{i}.cross_attn.k_img.{p}"),
-        ("blocks.{i}.attn2.add_v_proj.{p}", "blocks.{i}.cross_attn.v_img.{p}"),
-        ("blocks.{i}.attn2.norm_added_k.weight", "blocks.{i}.cross_attn.norm_k_img.weight"),
-        ("{B}.{i}.ffn.net.0.proj.{p}", "{B}.{i}.ffn.0.{p}"),
-        ("{B}.{i}.ffn.net.2.{p}", "{B}.{i}.ffn.2.{p}"),
-        # The one affine norm, before cross-attention: third in the original, second in diffusers.
-        ("{B}.{i}.norm2.{p}", "{B}.{i}.norm3.{p}"),
-        ("{B}.{i}.scale_shift_table", "{B}.{i}.modulation"),
-        ("vace_blocks.{i}.proj_in.{p}", "vace_blocks.{i}.before_proj.{p}"),
-        ("vace_blocks.{i}.proj_out.{p}", "vace_blocks.{i}.after_proj.{p}"),
-        ("vace_patch_embedding.{p}", "vace_patch_embedding.{p}"),
-        ("patch_embedding.{p}", "patch_embedding.{p}"),
-        ("condition_embedder.time_embedder.linear_1.{p}", "time_embedding.0.{p}"),
-        ("condition_embedder.time_embedder.linear_2.{p}", "time_embedding.2.{p}"),
-        ("condition_embedder.time_proj.{p}", "time_projection.1.{p}"),
-        ("condition_embedder.text_embedder.linear_1.{p}", "text_embedding.0.{p}"),
-        ("condition_embedder.text_embedder.linear_2.{p}", "text_embedding.2.{p}"),
-        ("condition_embedder.image_embedder.norm1.{p}", "img_emb.proj.0.{p}"),
-        ("condition_embedder.image_embedder.ff.net.0.proj.{p}", "img_emb.proj.1.{p}"),
-        ("condition_embedder.image_embedder.ff.net.2.{p}", "img_emb.proj.3.{p}"),
-        ("condition_embedder.image_embedder.norm2.{p}", "img_emb.proj.4.{p}"),
-        ("condition_embedder.image_embedder.pos_embed", "img_emb.emb_pos"),
-        ("proj_out.{p}", "head.head.{p}"),
-        ("scale_shift_table", "head.modulation"),
-        # Animate
-        ("pose_patch_embedding.{p}", "pose_patch_embedding.{p}"),
-        ("motion_encoder.conv_in.weight", "motion_encoder.enc.net_app.convs.0.0.weight"),
-        (
-            "motion_encoder.conv_in.act_fn.bias",
-            "motion_encoder.enc.net_app.convs.0.1.bias",
-            (0, 2, 3),
-        ),
-        *(
-            (f"motion_encoder.res_blocks.{{i}}.{d}", f"motion_encoder.enc.net_app.convs.{{j}}.{o}")
-            for d, o in (
-                ("conv1.weight", "conv1.0.weight"),
-                ("conv2.weight", "conv2.1.weight"),
-                ("conv_skip.weight", "skip.1.weight"),
-            )
-        ),
-        *(
-            (
-                f"motion_encoder.res_blocks.{{i}}.{d}",
-                f"motion_encoder.enc.net_app.convs.{{j}}.{o}",
-                (0, 2, 3),
-            )
-            for d, o in (
-                ("conv1.act_fn.bias", "conv1.1.bias"),
-                ("conv2.act_fn.bias", "conv2.2.bias"),
-            )
-        ),
-        ("motion_encoder.conv_out.weight", "motion_encoder.enc.net_app.convs.8.weight"),
-        ("motion_encoder.motion_network.{i}.{p}", "motion_encoder.enc.fc.{i}.{p}"),
-        ("motion_encoder.motion_synthesis_weight", "motion_encoder.dec.direction.weight"),
-        *(
-            (f"face_encoder.{c}.{{p}}", f"face_encoder.{c}.conv.{{p}}")
-            for c in ("conv1_local", "conv2", "conv3")
-        ),
-        ("face_encoder.out_proj.{p}", "face_encoder.out_proj.{p}"),
-        ("face_encoder.padding_tokens", "face_encoder.padding_tokens"),
-        ("face_adapter.{i}.to_q.{p}", "face_adapter.fuser_blocks.{i}.linear1_q.{p}"),
-        (
-            ("face_adapter.{i}.to_k.{p}", "face_adapter.{i}.to_v.{p}"),
-            "face_adapter.fuser_blocks.{i}.linear1_kv.{p}",
-        ),
-        ("face_adapter.{i}.to_out.{p}", "face_adapter.fuser_blocks.{i}.linear2.{p}"),
-        ("face_adapter.{i}.norm_{h}.weight", "face_adapter.fuser_blocks.{i}.{h}_norm.weight"),
-        # Fun, S2V and Wan-Dancer modules have no diffusers class and keep their names.
-        ("{X}.{rest}", "{X}.{rest}"),
-    ]
+# norm2 = norm3: the one affine norm of a block, before cross-attention, is third in the original.
+# The last rows are Animate's, and the modules of Fun, S2V and Wan-Dancer that keep their names.
+_TRANSFORMER = _table(
+    """
+{B}.{i}.attn1.to_{h}.{p} = {B}.{i}.self_attn.{h}.{p}
+{B}.{i}.attn1.to_out.0.{p} = {B}.{i}.self_attn.o.{p}
+{B}.{i}.attn1.{n}.weight = {B}.{i}.self_attn.{n}.weight
+{B}.{i}.attn2.to_{h}.{p} = {B}.{i}.cross_attn.{h}.{p}
+{B}.{i}.attn2.to_out.0.{p} = {B}.{i}.cross_attn.o.{p}
+{B}.{i}.attn2.{n}.weight = {B}.{i}.cross_attn.{n}.weight
+blocks.{i}.attn2.add_k_proj.{p} = blocks.{i}.cross_attn.k_img.{p}
+blocks.{i}.attn2.add_v_proj.{p} = blocks.{i}.cross_attn.v_img.{p}
+blocks.{i}.attn2.norm_added_k.weight = blocks.{i}.cross_attn.norm_k_img.weight
+{B}.{i}.ffn.net.0.proj.{p} = {B}.{i}.ffn.0.{p}
+{B}.{i}.ffn.net.2.{p} = {B}.{i}.ffn.2.{p}
+{B}.{i}.norm2.{p} = {B}.{i}.norm3.{p}
+{B}.{i}.scale_shift_table = {B}.{i}.modulation
+vace_blocks.{i}.proj_in.{p} = vace_blocks.{i}.before_proj.{p}
+vace_blocks.{i}.proj_out.{p} = vace_blocks.{i}.after_proj.{p}
+vace_patch_embedding.{p} = vace_patch_embedding.{p}
+patch_embedding.{p} = patch_embedding.{p}
+condition_embedder.time_embedder.linear_1.{p} = time_embedding.0.{p}
+condition_embedder.time_embedder.linear_2.{p} = time_embedding.2.{p}
+condition_embedder.time_proj.{p} = time_projection.1.{p}
+condition_embedder.text_embedder.linear_1.{p} = text_embedding.0.{p}
+condition_embedder.text_embedder.linear_2.{p} = text_embedding.2.{p}
+condition_embedder.image_embedder.norm1.{p} = img_emb.proj.0.{p}
+condition_embedder.image_embedder.ff.net.0.proj.{p} = img_emb.proj.1.{p}
+condition_embedder.image_embedder.ff.net.2.{p} = img_emb.proj.3.{p}
+condition_embedder.image_embedder.norm2.{p} = img_emb.proj.4.{p}
+condition_embedder.image_embedder.pos_embed = img_emb.emb_pos
+proj_out.{p} = head.head.{p}
+scale_shift_table = head.modulation
+pose_patch_embedding.{p} = pose_patch_embedding.{p}
+motion_encoder.conv_in.weight = {M}.convs.0.0.weight
+motion_encoder.conv_in.act_fn.bias = {M}.convs.0.1.bias drop 0 2 3
+motion_encoder.res_blocks.{i}.conv1.weight = {M}.convs.{j}.conv1.0.weight
+motion_encoder.res_blocks.{i}.conv1.act_fn.bias = {M}.convs.{j}.conv1.1.bias drop 0 2 3
+motion_encoder.res_blocks.{i}.conv2.weight = {M}.convs.{j}.conv2.1.weight
+motion_encoder.res_blocks.{i}.conv2.act_fn.bias = {M}.convs.{j}.conv2.2.bias drop 0 2 3
+motion_encoder.res_blocks.{i}.conv_skip.weight = {M}.convs.{j}.skip.1.weight
+motion_encoder.conv_out.weight = {M}.convs.8.weight
+motion_encoder.motion_network.{i}.{p} = motion_encoder.enc.fc.{i}.{p}
+motion_encoder.motion_synthesis_weight = motion_encoder.dec.direction.weight
+face_encoder.{c}.{p} = face_encoder.{c}.conv.{p}
+face_encoder.out_proj.{p} = face_encoder.out_proj.{p}
+face_encoder.padding_tokens = face_encoder.padding_tokens
+face_adapter.{i}.to_q.{p} = face_adapter.fuser_blocks.{i}.linear1_q.{p}
+face_adapter.{i}.to_k.{p} + face_adapter.{i}.to_v.{p} = face_adapter.fuser_blocks.{i}.linear1_kv.{p}
+face_adapter.{i}.to_out.{p} = face_adapter.fuser_blocks.{i}.linear2.{p}
+face_adapter.{i}.norm_{h}.weight = face_adapter.fuser_blocks.{i}.{h}_norm.weight
+{X}.{rest} = {X}.{rest}
+""".replace("{M}", "motion_encoder.enc.net_app")
 )
-_TEXT = _rules(
-    [
-        ("shared.weight", "token_embedding.weight"),
-        ("encoder.block.{i}.layer.0.SelfAttention.{h}.weight", "blocks.{i}.attn.{h}.weight"),
-        ("encoder.block.{i}.layer.0.SelfAttention.o.weight", "blocks.{i}.attn.o.weight"),
-        (
-            "encoder.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight",
-            "blocks.{i}.pos_embedding.embedding.weight",
-        ),
-        ("encoder.block.{i}.layer.0.layer_norm.weight", "blocks.{i}.norm1.weight"),
-        ("encoder.block.{i}.layer.1.DenseReluDense.wi_0.weight", "blocks.{i}.ffn.gate.0.weight"),
-        ("encoder.block.{i}.layer.1.DenseReluDense.wi_1.weight", "blocks.{i}.ffn.fc1.weight"),
-        ("encoder.block.{i}.layer.1.DenseReluDense.wo.weight", "blocks.{i}.ffn.fc2.weight"),
-        ("encoder.block.{i}.layer.1.layer_norm.weight", "blocks.{i}.norm2.weight"),
-        ("encoder.final_layer_norm.weight", "norm.weight"),
-    ]
+_TEXT = _table(
+    """
+shared.weight = token_embedding.weight
+encoder.block.{i}.layer.0.SelfAttention.{h}.weight = blocks.{i}.attn.{h}.weight
+encoder.block.{i}.layer.0.SelfAttention.o.weight = blocks.{i}.attn.o.weight
+encoder.block.{i}.layer.0.SelfAttention.{R}.weight = blocks.{i}.pos_embedding.embedding.weight
+encoder.block.{i}.layer.0.layer_norm.weight = blocks.{i}.norm1.weight
+encoder.block.{i}.layer.1.DenseReluDense.wi_0.weight = blocks.{i}.ffn.gate.0.weight
+encoder.block.{i}.layer.1.DenseReluDense.wi_1.weight = blocks.{i}.ffn.fc1.weight
+encoder.block.{i}.layer.1.DenseReluDense.wo.weight = blocks.{i}.ffn.fc2.weight
+encoder.block.{i}.layer.1.layer_norm.weight = blocks.{i}.norm2.weight
+encoder.final_layer_norm.weight = norm.weight
+""".replace("{R}", "relative_attention_bias")
 )
-_IMAGE = _rules(
-    [
-        ("{V}embeddings.class_embedding", "visual.cls_embedding", (0, 1)),
-        ("{V}embeddings.patch_embedding.weight", "visual.patch_embedding.weight"),
-        ("{V}embeddings.position_embedding.weight", "visual.pos_embedding", (0,)),
-        ("{V}pre_layrnorm.{p}", "visual.pre_norm.{p}"),
-        ("{V}post_layernorm.{p}", "visual.post_norm.{p}"),
-        ("{V}encoder.layers.{i}.layer_norm1.{p}", "visual.transformer.{i}.norm1.{p}"),
-        ("{V}encoder.layers.{i}.layer_norm2.{p}", "visual.transformer.{i}.norm2.{p}"),
-        (
-            tuple(f"{{V}}encoder.layers.{{i}}.self_attn.{h}_proj.{{p}}" for h in "qkv"),
-            "visual.transformer.{i}.attn.to_qkv.{p}",
-        ),
-        ("{V}encoder.layers.{i}.self_attn.out_proj.{p}", "visual.transformer.{i}.attn.proj.{p}"),
-        ("{V}encoder.layers.{i}.mlp.fc1.{p}", "visual.transformer.{i}.mlp.0.{p}"),
-        ("{V}encoder.layers.{i}.mlp.fc2.{p}", "visual.transformer.{i}.mlp.2.{p}"),
-    ]
+_IMAGE = _table(
+    """
+embeddings.class_embedding = visual.cls_embedding drop 0 1
+embeddings.patch_embedding.weight = visual.patch_embedding.weight
+embeddings.position_embedding.weight = visual.pos_embedding drop 0
+pre_layrnorm.{p} = visual.pre_norm.{p}
+post_layernorm.{p} = visual.post_norm.{p}
+{L}.layer_norm1.{p} = visual.transformer.{i}.norm1.{p}
+{L}.layer_norm2.{p} = visual.transformer.{i}.norm2.{p}
+{A}.q_proj.{p} + {A}.k_proj.{p} + {A}.v_proj.{p} = visual.transformer.{i}.attn.to_qkv.{p}
+{A}.out_proj.{p} = visual.transformer.{i}.attn.proj.{p}
+{L}.mlp.fc1.{p} = visual.transformer.{i}.mlp.0.{p}
+{L}.mlp.fc2.{p} = visual.transformer.{i}.mlp.2.{p}
+""".replace("{A}", "{L}.self_attn").replace("{L}", "encoder.layers.{i}")
 )
 
 
@@ -227,74 +198,62 @@ def _vae_rules(residual: bool, resnets: int) -> tuple[Rule, ...]:
     """
 
     def block(d, o):
-        return [
-            (f"{d}.norm1.gamma", f"{o}.residual.0.gamma"),
-            (f"{d}.conv1.{{p}}", f"{o}.residual.2.{{p}}"),
-            (f"{d}.norm2.gamma", f"{o}.residual.3.gamma"),
-            (f"{d}.conv2.{{p}}", f"{o}.residual.6.{{p}}"),
-            (f"{d}.conv_shortcut.{{p}}", f"{o}.shortcut.{{p}}"),
-        ]
+        norms = [f"{d}.norm{k + 1}.gamma = {o}.residual.{3 * k}.gamma" for k in (0, 1)]
+        convs = [f"{d}.conv{k + 1}.{{p}} = {o}.residual.{2 + 4 * k}.{{p}}" for k in (0, 1)]
+        return [*norms, *convs, f"{d}.conv_shortcut.{{p}} = {o}.shortcut.{{p}}"]
 
     def resample(d, o):
-        return [(f"{d}.{c}.{{p}}", f"{o}.{c}.{{p}}") for c in ("resample.1", "time_conv")]
+        return [f"{d}.{c}.{{p}} = {o}.{c}.{{p}}" for c in ("resample.1", "time_conv")]
 
     rows = [
-        ("quant_conv.{p}", "conv1.{p}"),
-        ("post_quant_conv.{p}", "conv2.{p}"),
-        ("{E}.conv_in.{p}", "{E}.conv1.{p}"),
-        ("{E}.norm_out.gamma", "{E}.head.0.gamma"),
-        ("{E}.conv_out.{p}", "{E}.head.2.{p}"),
+        "quant_conv.{p} = conv1.{p}",
+        "post_quant_conv.{p} = conv2.{p}",
+        "{E}.conv_in.{p} = {E}.conv1.{p}",
+        "{E}.norm_out.gamma = {E}.head.0.gamma",
+        "{E}.conv_out.{p} = {E}.head.2.{p}",
+        "{E}.mid_block.attentions.0.norm.gamma = {E}.middle.1.norm.gamma",
+        "{E}.mid_block.attentions.0.to_qkv.{p} = {E}.middle.1.to_qkv.{p}",
+        "{E}.mid_block.attentions.0.proj.{p} = {E}.middle.1.proj.{p}",
         *block("{E}.mid_block.resnets.0", "{E}.middle.0"),
         *block("{E}.mid_block.resnets.1", "{E}.middle.2"),
-        ("{E}.mid_block.attentions.0.norm.gamma", "{E}.middle.1.norm.gamma"),
-        ("{E}.mid_block.attentions.0.to_qkv.{p}", "{E}.middle.1.to_qkv.{p}"),
-        ("{E}.mid_block.attentions.0.proj.{p}", "{E}.middle.1.proj.{p}"),
     ]
+    down, up = "encoder.down_blocks.{i}", "decoder.up_blocks.{i}"
     if residual:
-        down, up = "encoder.down_blocks.{i}", "decoder.up_blocks.{i}"
-        old_down, old_up = (
-            "encoder.downsamples.{i}.downsamples",
-            "decoder.upsamples.{i}.upsamples",
-        )
+        old_down, old_up = "encoder.downsamples.{i}.downsamples", "decoder.upsamples.{i}.upsamples"
         for r in range(resnets):
             rows += block(f"{up}.resnets.{r}", f"{old_up}.{r}")
             rows += block(f"{down}.resnets.{r}", f"{old_down}.{r}") if r < resnets - 1 else []
         rows += resample(f"{down}.downsampler", f"{old_down}.{resnets - 1}")
         rows += resample(f"{up}.upsampler", f"{old_up}.{resnets}")
     else:
-        rows += block("encoder.down_blocks.{i}", "encoder.downsamples.{i}")
-        rows += resample("encoder.down_blocks.{i}", "encoder.downsamples.{i}")
+        rows += block(down, "encoder.downsamples.{i}") + resample(down, "encoder.downsamples.{i}")
         for level in range(8):
             new, first = f"decoder.up_blocks.{level}", level * (resnets + 1)
             for r in range(resnets):
                 rows += block(f"{new}.resnets.{r}", f"decoder.upsamples.{first + r}")
             rows += resample(f"{new}.upsamplers.0", f"decoder.upsamples.{first + resnets}")
-    return _rules(rows)
+    return _table("\n".join(rows))
 
 
-def rules(component: str, names: Iterable[str]) -> tuple[Rule, ...]:
+def rules(component: str, names: Collection[str]) -> tuple[Rule, ...]:
     """Return the table of a component folder; which of the two VAEs it is shows in the names."""
     fixed = {"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "text_encoder": _TEXT}
     fixed["image_encoder"] = _IMAGE
     if component in fixed:
         return fixed[component]
-    names = set(names)
     residual = any(
-        ".downsamples.0.downsamples." in n or "down_blocks.0.resnets." in n for n in names
+        ".downsamples.0.downsamples." in n or ".0.resnets.0.conv1" in n
+        for n in names
+        if n.startswith("encoder.down")
     )
-    found = [0]
+    counts = [0]
     for name in names:
-        if m := re.fullmatch(r"decoder\.up_blocks\.\d+\.resnets\.(\d+)\..*", name):
-            found.append(int(m[1]) + 1)
-        elif m := re.fullmatch(r"decoder\.upsamples\.0\.upsamples\.(\d+)\.resample\..*", name):
-            found.append(int(m[1]))
-    if not residual and (
-        flat := [
-            int(m[1]) for n in names if (m := re.match(r"decoder\.upsamples\.(\d+)\.resample", n))
-        ]
-    ):
-        found.append(min(flat))
-    return _vae_rules(residual, max(found) or 3)
+        if m := re.match(r"decoder\.up_blocks\.\d+\.resnets\.(\d+)\.", name):
+            counts.append(int(m[1]) + 1)
+        elif m := re.match(r"decoder\.upsamples\.0\.upsamples\.(\d+)\.resample\.", name):
+            counts.append(int(m[1]))
+    flat = [int(m[1]) for n in names if (m := re.match(r"decoder\.upsamples\.(\d+)\.resample", n))]
+    return _vae_rules(residual, max(*counts, min(flat, default=0)) or 3)
 
 
 @cache
@@ -323,7 +282,6 @@ def _groups(pattern: str, name: str) -> dict[str, str] | None:
         groups["i"] = str(int(groups["j"]) - 1)
     elif "i" in groups:
         groups["j"] = str(int(groups["i"]) + 1)
-    groups.setdefault("V", "")
     return groups
 
 

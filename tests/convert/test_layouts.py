@@ -293,6 +293,19 @@ def test_pickled_code_in_a_pth_never_runs(tmp_path):
     assert not marker.exists()
 
 
+def test_the_sentencepiece_model_travels_as_a_tensor_and_as_a_file(model, tmp_path):
+    checkpoint = disk.read(model[0])
+    checkpoint.tokenizer = tmp_path / "tokenizer"
+    checkpoint.tokenizer.mkdir()
+    (checkpoint.tokenizer / "spiece.model").write_bytes(b"\x01pieces\x00")
+    export.write(checkpoint, tmp_path / "c", "comfyui")
+    raw, _ = files.open_safetensors(tmp_path / "c/text_encoders/umt5_xxl.safetensors")
+    assert raw["spiece_model"].all().tobytes() == b"\x01pieces\x00"
+    alone = disk.read([tmp_path / "c/text_encoders/umt5_xxl.safetensors"])
+    export.write(alone, tmp_path / "o", "original")
+    assert (tmp_path / "o/google/umt5-xxl/spiece.model").read_bytes() == b"\x01pieces\x00"
+
+
 def test_variants_the_model_cannot_run_are_named(tmp_path):
     naming, keys = test_names.key_list("keys_wan2.2_s2v_14b")
     files.write_safetensors(
