@@ -1,0 +1,147 @@
+"""Advantage weighted matching against golden values, a numpy oracle and gradient identities."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wanjax.losses import awm, flow, nft
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "nft"
+WEIGHTING = {"Uniform": "uniform", "t": "t", "t2": "t2", "huber": "huber", "elbo_kl": "uniform"}
+CASES = ["Uniform", "t", "t2", "huber", "ghuber", "elbo_kl", "sum_first", "offpolicy_clip"]
+
+
+def _random(rng, shape=(4, 3, 2, 5)):
+    v, x0, noise, d = rng.normal(size=(4, *shape)).astype(np.float32)
+    sigma_B = rng.uniform(0.1, 0.9, shape[0]).astype(np.float32)
+    return v, v + 0.1 * d, x0, noise, sigma_B, rng.normal(size=shape[0]).astype(np.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradient_and_log_probs_equal_golden(case):
+    g = dict(np.load(GOLDEN / f"awm_loss_{case}.npz"))
+    count = int(g["num_timesteps"])
+    x0, adv = np.tile(g["x0"], (count, 1, 1, 1)), np.tile(g["advantages_raw"], count)
+    weighting = WEIGHTING.get(case, "ghuber")
+    rest = g["v_old"], g["v_ref"], g["v_ema"], x0, g["noise"], g["t"], adv
+    loss = jax.jit(
+        lambda v, *rest: awm.awm_loss(
+            v,
+            *rest,
+            weighting=weighting,
+            power=float(g["ghuber_power"]),
+            clip=float(g["clip_range"]),
+            adv_clip_max=float(g["adv_clip_max"]),
+            adv_max=float(g["advantage_max"]),
+            kl_beta=float(g["kl_beta"]),
+            ema_kl_beta=float(g["ema_kl_beta"]),
+            elbo_kl=case == "elbo_kl",
+            steps=count if case == "sum_first" else 1,
+        )
+    )
+    (value, aux), grad = jax.value_and_grad(loss, has_aux=True)(g["v"], *rest)
+    for ours, field in (
+        (value, "total_loss"),
+        (aux["loss"], "total_loss"),
+        (aux["policy_loss"], "policy_loss"),
+        (aux["kl"], "kl_loss"),
+        (aux["ema_kl"], "ema_kl_loss"),
+        (aux["ratio_mean"], "ratio"),
+    ):
+        np.testing.assert_allclose(ours, g[field].mean(), rtol=2e-6, err_msg=field)
+    worst = np.abs(g["grad_v"]).max()
+    np.testing.assert_allclose(grad, g["grad_v"], rtol=0, atol=5e-6 * worst)
+    for v, field in (("v", "log_prob"), ("v_old", "old_log_prob")):
+        logp = awm.log_prob(g[v], x0, g["noise"], g["t"], weighting=weighting, power=0.25)
+        np.testing.assert_allclose(logp, g[field], rtol=2e-6, atol=1e-8)
+
+
+def test_hand_computed_loss():
+    # v* = 0; m = 4 new, 1 old; σ = ½: l = −2, −½; A = 4 → clipped 2 → 1; ratio e^−1.5
+    full = lambda value: jnp.full((1, 2), float(value))
+    sigma, adv = jnp.array([0.5]), jnp.array([4.0])
+    args = full(2), full(1), full(0), full(0), full(3), full(3), sigma, adv
+    settings = dict(weighting="t", clip=0.9, adv_clip_max=2.0, kl_beta=0.5, ema_kl_beta=0.0)
+    loss, aux = awm.awm_loss(*args, **settings)
+    np.testing.assert_allclose(loss, -np.exp(-1.5) + 0.5 * 4, rtol=1e-6)
+    assert aux["kl"] == 4 and aux["logp"] == -2 and "ema_kl" not in aux
+
+
+def test_loss_equals_a_numpy_oracle(rng):
+    v, old, x0, noise, sigma_B, adv_B = _random(rng)
+    total = 0.0
+    for i in range(len(adv_B)):
+        m = [np.mean((a[i].astype(float) - noise[i] + x0[i]) ** 2) for a in (v, old)]
+        l_new, l_old = (-sigma_B[i] * ((x + 1e-10) ** 0.25 - 1e-10**0.25) / 0.25 for x in m)
+        ratio, a = np.exp(l_new - l_old), np.clip(adv_B[i], -1, 1)
+        total += max(-a * ratio, -a * np.clip(ratio, 0.99, 1.01)) / len(adv_B)
+        total += 0.3 * np.mean((v[i].astype(float) - old[i]) ** 2) / len(adv_B)
+    loss, _ = awm.awm_loss(
+        v, old, None, old, x0, noise, sigma_B, adv_B, clip=0.01, adv_clip_max=1.0, ema_kl_beta=0.3
+    )
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+
+
+def test_on_policy_gradient_is_the_advantage_weighted_flow_matching_gradient(rng):
+    """With weighting t2 it is that of A·σ²·m; NFT's has the same direction in every sample."""
+    v, _, x0, noise, sigma_B, adv_B = _random(rng)
+    loss = lambda new: awm.awm_loss(
+        new, v, None, None, x0, noise, sigma_B, adv_B, weighting="t2", adv_clip_max=9.0, adv_max=9.0
+    )[0]
+    grad = jax.grad(loss)(v)
+    weight_B = adv_B * sigma_B**2
+    expected = jax.grad(lambda v: flow.flow_loss(v, x0, noise, weight_B)[0])(v)
+    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-9)
+    x_t = flow.add_noise(x0, noise, sigma_B)
+    other = jax.grad(
+        lambda new: nft.nft_loss(
+            new, v, None, x0, x_t, sigma_B, adv_B, nft_beta=0.1, kl_beta=0.0, adv_clip_max=9.0
+        )[0]
+    )(v)
+    for a, b in zip(np.asarray(grad), np.asarray(other), strict=True):
+        cosine = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+        np.testing.assert_allclose(cosine, 1, atol=1e-5)
+
+
+def test_only_the_trained_velocity_gets_a_gradient(rng):
+    v, other, x0, noise, sigma_B, adv_B = _random(rng)
+    loss = lambda new, old, ref, ema, x0, noise, adv_B: awm.awm_loss(
+        new, old, ref, ema, x0, noise, sigma_B, adv_B, kl_beta=0.1, ema_kl_beta=0.1
+    )[0]
+    new, *rest = jax.grad(loss, argnums=range(7))(v, other, other, other, x0, noise, adv_B)
+    assert np.all(new != 0)
+    for grad in rest:
+        assert np.all(grad == 0)
+
+
+def test_averaging_over_steps_first_gives_one_ratio_per_sample(rng):
+    v, old, x0, noise, sigma_B, _ = _random(rng)
+    adv = np.array([1.0, -1.0] * 2, np.float32)  # two samples, timestep-major
+    logp = lambda v: awm.log_prob(v, x0, noise, sigma_B, weighting="t").reshape(2, 2).mean(0)
+    expected = -(jnp.exp(logp(v) - logp(old)) * adv[:2]).mean()
+    loss, _ = awm.awm_loss(
+        v, old, None, None, x0, noise, sigma_B, adv, weighting="t", adv_clip_max=1.0, steps=2
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_wrong_arguments_are_errors(rng):
+    v, old, x0, noise, sigma_B, adv_B = _random(rng)
+    call = lambda *args, **kw: awm.awm_loss(*args, noise, sigma_B, adv_B, **kw)
+    with pytest.raises(ValueError, match="shapes differ"):
+        call(v, old[:, :1], None, None, x0)
+    with pytest.raises(ValueError, match="shapes differ"):
+        call(v, old, old[:, :1], None, x0, kl_beta=1.0)
+    with pytest.raises(ValueError, match="awm.kl_beta is 0.5 but v_ref is None"):
+        call(v, old, None, None, x0, kl_beta=0.5)
+    with pytest.raises(ValueError, match="awm.ema_kl_beta is 0.5 but v_ema is None"):
+        call(v, old, None, None, x0, ema_kl_beta=0.5)
+    with pytest.raises(ValueError, match=r"adv has shape \(1,\); expected \[4\]"):
+        awm.awm_loss(v, old, None, None, x0, noise, sigma_B, adv_B[:1])
+    with pytest.raises(ValueError, match="awm.weighting is 'l1'"):
+        call(v, old, None, None, x0, weighting="l1")
+    with pytest.raises(ValueError, match="awm.steps is 3"):
+        call(v, old, None, None, x0, steps=3)
