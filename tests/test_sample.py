@@ -1,0 +1,82 @@
+"""The sampling command: fixed seeds, adapters by file, errors in one line."""
+
+import jax
+import numpy as np
+import pytest
+
+from convert import lora as convert_lora
+from tests import tiny
+from wanjax import sample, trees
+from wanjax import state as states
+from wanjax.models import lora
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+def _setup(**changes):
+    return states.sampling_setup(tiny.MODEL, tiny.make_setup(**changes).sampling)
+
+
+def _generate(setup, count=3, **kwargs):
+    params = tiny.parameters()
+    ctx, uncond = tiny.contexts(count)
+    policy = {expert: (params[expert], {}) for expert in ("high", "low")}
+    return sample.generate(setup, policy, params["vae"], np.asarray(ctx), uncond, **kwargs)
+
+
+def test_a_sample_depends_on_its_seed_and_number_not_on_the_batch():
+    whole = _generate(_setup(sampling__batch=4), seed=1)
+    assert whole.shape == (3, 5, 16, 16, 3) and whole.dtype == np.uint8
+    split = _generate(_setup(sampling__batch=2), seed=1)
+    assert np.abs(whole.astype(int) - split).max() <= 1  # float32 order of sums, then rounding
+    other = _generate(_setup(sampling__batch=4), seed=2)
+    assert np.abs(whole.astype(int) - other).max() > 1
+
+
+def test_contexts_are_padded_to_one_length_for_all_prompts(model):
+    params, config = sample.load_model(model)
+    long = "red circle " * 20
+    encode = sample.make_encoder(config, params, ["", long])
+    assert encode([""]).shape == encode([long]).shape == (1, 40, 24)
+    assert not encode(["red"])[0, -1].any() and encode(["red"])[0, 0].any()
+
+
+def _command(model, out, *more):
+    sizes = ["--height", "16", "--width", "16", "--frames", "5", "--steps", "3", "--seed", "1"]
+    return ["--model", model, "--prompt", "red circle", "--out", str(out), *sizes, *more]
+
+
+def test_adapters_from_files_change_the_video_and_strength_zero_does_not(model, tmp_path):
+    sample.main(_command(model, tmp_path / "plain"))
+    params = tiny.parameters()
+    adapters = {
+        expert: trees.map_paths(
+            lambda path, x: x if path.endswith("scale") else x + 0.3,
+            lora.init(jax.random.key(0), params[expert], rank=2, alpha=2.0),
+        )
+        for expert in ("high", "low")
+    }
+    files = [str(f) for f in convert_lora.to_diffusers(adapters, tmp_path / "lora", {})]
+    both = [flag for file in files for flag in ("--lora", file)]
+    sample.main(_command(model, tmp_path / "both", *both))
+    none = [flag for file in files for flag in ("--lora", f"{file}@0")]
+    sample.main(_command(model, tmp_path / "none", *none))
+    read = lambda name: (tmp_path / name / "000.mp4").read_bytes()
+    assert read("plain") == read("none") != read("both")
+    assert (tmp_path / "plain" / "000.txt").read_text() == "red circle\n"
+
+
+@pytest.mark.parametrize("more, text", [
+    (("--lora", "none.safetensors"), "none.safetensors"),
+    (("--lora", "none.safetensors@much"), "strength 'much' is not a number"),
+    (("--height", "20"), "height"),
+    (("--frames", "6"), "frames"),
+])  # fmt: skip
+def test_wrong_arguments_end_with_one_line(model, tmp_path, more, text):
+    with pytest.raises(SystemExit) as stop:
+        sample.main(_command(model, tmp_path / "out", *more))
+    assert str(stop.value).startswith("wanjax.sample: ") and text in str(stop.value)
+    assert "\n" not in str(stop.value) and not (tmp_path / "out").exists()
