@@ -147,12 +147,18 @@ def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     _add(checkpoint, tensors, metadata, path, expert_in_name(path.stem))
 
 
+# "high" alone is a word of many names (high_quality); it tells the expert before one of these.
+_AFTER = r"[-_. ]*(?:$|fp\d|bf\d|lora|rank|model|expert|step|epoch|r\d|v\d|e\d|s\d|\d)"
+
+
 def expert_in_name(text: str) -> str | None:
     """Return "high" or "low" if a name says one of them, None if neither; ValueError if both."""
-    sides = {s for s in EXPERTS if re.search(rf"(?i)(?<![a-z]){s}(?![a-z])|{s}_?noise", text)}
-    if len(sides) == 2:
+    words = {s for s in EXPERTS if re.search(rf"(?i)(?<![a-z]){s}(?![a-z])|{s}[-_]?noise", text)}
+    if len(words) == 2:
         raise ValueError(f"{text}: the name says both high and low noise; rename the file")
-    return sides.pop() if sides else None
+    side = words.pop() if words else None
+    clear = side and re.search(rf"(?i){side}[-_ ]?noise|(?<![a-z]){side}{_AFTER}", text)
+    return side if clear else None
 
 
 def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -> None:

@@ -101,42 +101,25 @@ def load(path, config: presets.ModelConfig, *, expert: str | None = None, streng
 
 # ---- keys ----
 
-_KINDS = {
-    "lora_A": "a",
-    "lora_down": "a",
-    "lora.down": "a",
-    "lora_B": "b",
-    "lora_up": "b",
-    "lora.up": "b",
+_KINDS: dict[str, str] = {
+    **dict.fromkeys(("lora_A", "lora_down", "lora.down"), "a"),
+    **dict.fromkeys(("lora_B", "lora_up", "lora.up"), "b"),
 }
 _KEY = re.compile(
     r"(?P<module>.+?)\.(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|alpha|diff"
     r"|diff_b|diff_m|hada_w[12]_[ab]|hada_t[12]|lokr_w[12]|lokr_w[12]_[ab]|lokr_t2|dora_scale"
     r"|lora_magnitude_vector)(?:\.(?!weight$|bias$)[^.]+)?(?:\.(?P<leaf>weight|bias))?"
 )
-_PREFIXES = (
-    ("base_model.model.", None),
-    ("model.diffusion_model.", None),
-    ("diffusion_model.", None),
-    ("transformer_1.", "high"),
-    ("transformer_2.", "low"),
-    ("high_noise.", "high"),
-    ("low_noise.", "low"),
-    ("transformer.", None),
-    ("pipe.dit2.", "low"),
-    ("pipe.dit.", None),
-    ("module.", None),
-    ("_orig_mod.", None),
-    ("lora_unet_", None),
-    ("lora_transformer_", None),
-    ("lycoris_", None),
-)
-_REFUSED = {
-    "dora_scale": "DoRA (dora_scale)",
-    "lora_magnitude_vector": "DoRA (lora_magnitude_vector)",
-    "hada_t1": "LoHa with Tucker factors",
-    "hada_t2": "LoHa with Tucker factors",
-    "lokr_t2": "LoKr with Tucker factors",
+_PREFIXES: dict[str, str | None] = {
+    **dict.fromkeys(("transformer_1.", "high_noise."), "high"),
+    **dict.fromkeys(("transformer_2.", "low_noise.", "pipe.dit2."), "low"),
+    **dict.fromkeys(("base_model.model.", "model.diffusion_model.", "diffusion_model."), None),
+    **dict.fromkeys(("transformer.", "pipe.dit.", "module.", "_orig_mod."), None),
+    **dict.fromkeys(("lora_unet_", "lora_transformer_", "lycoris_"), None),
+}
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("dora_scale", "lora_magnitude_vector"), "DoRA"),
+    **dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), "a Tucker factor"),
 }
 _MAX_BLOCKS = 64
 
@@ -174,7 +157,7 @@ def _parse(key: str) -> tuple[str | None, str, str, str | None] | None:
     module, expert, again = match["module"], None, True
     while again:
         again = False
-        for prefix, side in _PREFIXES:
+        for prefix, side in _PREFIXES.items():
             if module.startswith(prefix):
                 module, expert, again = module[len(prefix) :], side or expert, True
     kind = _KINDS.get(match["kind"], match["kind"])
@@ -255,14 +238,16 @@ def _setting(settings: dict, expert: str | None, key: str, default):
 
 
 def _peft_scale(settings: dict, expert, module: str, rank: int) -> float | None:
-    """alpha/rank (or alpha/sqrt(rank)) from PEFT settings; patterns match as PEFT matches them."""
+    """alpha/rank (or alpha/sqrt(rank)) from PEFT settings."""
     alpha = _setting(settings, expert, "lora_alpha", None)
     patterns = _setting(settings, expert, "alpha_pattern", None) or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"alpha_pattern is {type(patterns).__name__}, expected an object")
     for pattern, value in patterns.items():  # names, whole or as a suffix; "^" pins the start
-        whole = pattern.startswith("^")
-        if module == pattern.removeprefix("^") or (not whole and module.endswith("." + pattern)):
+        name = pattern.removeprefix("^").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ValueError(f"alpha_pattern {pattern[:80]!r} is an expression, read are names")
+        if module == name or (pattern == name and module.endswith("." + name)):
             alpha = value
             break
     if alpha is None:

@@ -226,6 +226,22 @@ def test_rank_stabilised_scale_is_alpha_over_root_rank(tmp_path):
     assert lora.read(path).modules[None]["blocks.0.attn1.to_q"].scale == 3.0
 
 
+def test_alpha_patterns_are_names_and_anything_else_is_refused(tmp_path):
+    key = "transformer.blocks.0.attn1.to_q"
+    for pattern, scale in (
+        ("^blocks.0.attn1.to_q", 4.0),
+        ("attn1.to_q", 4.0),
+        ("^attn1.to_q", 1.0),
+    ):
+        settings = {"r": 2, "lora_alpha": 2, "alpha_pattern": {pattern: 8}}
+        header = {"lora_adapter_metadata": json.dumps(settings)}
+        adapter = lora.read(save(tmp_path / "x.safetensors", pair(key), header))
+        assert adapter.modules[None]["blocks.0.attn1.to_q"].scale == scale
+    header = {"lora_adapter_metadata": json.dumps(settings | {"alpha_pattern": {"(a+)+$": 8}})}
+    with pytest.raises(ValueError, match="is an expression"):
+        lora.read(save(tmp_path / "x.safetensors", pair(key), header))
+
+
 def test_a_missing_alpha_is_said(tmp_path):
     adapter = lora.read(save(tmp_path / "x.safetensors", pair(Q)))
     assert lora.summary(adapter).endswith("1 modules store no alpha: scale 1")
@@ -246,6 +262,10 @@ def test_an_adapter_that_changes_nothing_raises(tmp_path):
         ("style_high_noise", "high"),
         ("Wan22_Lightning_LOW_fp16", "low"),
         ("x-HighNoise-rank64", "high"),
+        ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16", "high"),
+        ("wan22_low_r64", "low"),
+        ("high_quality_style", None),
+        ("low_light", None),
         ("highway_follower", None),
         ("slow_motion", None),
         ("below", None),
