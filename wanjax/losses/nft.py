@@ -130,8 +130,8 @@ def stratified_timesteps(
 
 
 def stratified_steps(key, sample_ids, count, lo, hi):
-    """int step_BT of a schedule in [lo, hi), one in each of `count` equal parts; the steps of an
-    expert, without the last one, whose level is the lowest."""
+    """int step_BT of a schedule in [lo, hi), the steps of an expert, one in each of `count` equal
+    parts; a function of (key, sample id) only."""
     if not 1 <= count <= hi - lo:
         raise ValueError(
             f"nft.timesteps is {count}; expected 1..{hi - lo} (schedule steps {lo}..{hi - 1})"

@@ -1,0 +1,185 @@
+"""DMD2 (2405.14867): a few-step student follows the difference of two scores.
+
+Student clip x0, noised to x_t; x0_fake from the critic, x0_real from the guided teacher, at x_t:
+  n = max(mean |x0 − x0_real|, floor) per sample, g = weight·(x0_fake − x0_real)/n, no gradient
+  loss = ½·mean g², with gradient ∂/∂x0 = g/N: a step on the student's own clip
+The critic learns the student's distribution by flow matching on its clips.
+
+Two experts (Phased DMD, 2510.27684): the high expert's student ends at the boundary σ_s with x_s,
+and its critic is trained on what is known there, for σ_t > σ_s:
+  α = (1 − σ_t)/(1 − σ_s), β = √(σ_t² − α²σ_s²), x_t = α·x_s + β·ε
+  v* = −x_s/(1 − σ_s) + [σ_t + (1 − σ_t)·σ_s²/(1 − σ_s)²]/β · ε
+σ_s = 0 is ordinary flow matching. Guidance is always u + w·(c − u).
+
+Dimensions: B batch, then latent axes  L discriminator logits  N timestep bins.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.losses import flow
+
+# h(r) = r²·f''(r) for the divergence with generator f (f-distill, 2502.15681); rkl is plain DMD.
+F_WEIGHTS = {
+    "rkl": jnp.ones_like,
+    "kl": lambda r: r,
+    "js": lambda r: 1 - 1 / (1 + r),
+    "jeffreys": lambda r: 1 + r,
+    "hellinger": lambda r: jnp.sqrt(r) / 4,
+}
+
+
+def generator_loss(x0, x0_fake, x0_real, *, floor, weight_B=None):
+    """DMD loss of the student; returns (loss, aux). Only x0 receives gradient.
+
+    x0, x0_fake, x0_real [B, ...]. floor bounds the normaliser from below: use 1e-4; with 0 the loss
+      is infinite where the student equals the teacher but not the critic.
+    weight_B: factor on each sample's g, e.g. `f_weight`.
+    """
+    flow.check_shapes(x0=x0, x0_fake=x0_fake, x0_real=x0_real)
+    if not floor >= 0:
+        raise ValueError(f"dmd2.floor is {floor}; expected 0 or more, such as 1e-4")
+    x0, *fixed = flow.wide(x0, x0_fake, x0_real)
+    x0_fake, x0_real = jax.lax.stop_gradient(fixed)
+    fixed_x0 = jax.lax.stop_gradient(x0)
+    floor = max(floor, jnp.finfo(x0.dtype).tiny)  # 0/0 is 0
+    norm_B = jnp.maximum(flow.sample_mean(jnp.abs(fixed_x0 - x0_real)), floor)
+    g = (x0_fake - x0_real) / flow.level(norm_B, x0)
+    if weight_B is not None:
+        flow.check_per_sample(x0, weight=weight_B)
+        g = g * flow.level(jax.lax.stop_gradient(weight_B), x0)
+    loss = 0.5 * ((x0 - fixed_x0 + g) ** 2).mean()
+    return loss, {"loss": loss, "grad_abs": jnp.abs(g).mean(), "norm": norm_B.mean()}
+
+
+def critic_loss(v, x0, noise):
+    """Flow-matching loss of the critic on student clips; returns (loss, aux)."""
+    return flow.flow_loss(v, x0, noise)
+
+
+def phased_critic_loss(v, v_target):
+    """Critic loss of the high expert on a target of `phased_noise`; returns (loss, aux)."""
+    return flow.flow_loss(v, jnp.zeros_like(v_target), v_target)
+
+
+def phased_noise(x_s, noise, sigma_t, sigma_s):
+    """Noise a clip at level σ_s up to σ_t > σ_s; returns (x_t, velocity target)."""
+    flow.check_shapes(x_s=x_s, noise=noise)
+    x_s, noise = flow.wide(x_s, noise)
+    s_t, s_s = flow.level(sigma_t, x_s), flow.level(sigma_s, x_s)
+    alpha = (1 - s_t) / (1 - s_s)
+    # σ_t² − α²σ_s² as a product, which keeps its digits where σ_t is near σ_s
+    beta = jnp.sqrt((s_t - s_s) / (1 - s_s) * (s_t + alpha * s_s))
+    gain = (s_t + alpha * s_s**2 / (1 - s_s)) / beta
+    return alpha * x_s + beta * noise, gain * noise - x_s / (1 - s_s)
+
+
+def gan_generator_loss(fake_BL):
+    """mean softplus(−logit of student clips); returns (loss, aux)."""
+    loss = jax.nn.softplus(-_wide(fake_BL)).mean()
+    return loss, {"loss": loss}
+
+
+def gan_critic_loss(fake_BL, real_BL):
+    """mean softplus(fake) + mean softplus(−real) on the critic's features; returns (loss, aux)."""
+    flow.check_shapes(fake=fake_BL, real=real_BL)
+    fake_BL, real_BL = flow.wide(fake_BL, real_BL)
+    loss = jax.nn.softplus(fake_BL).mean() + jax.nn.softplus(-real_BL).mean()
+    right = jnp.concatenate([fake_BL < 0, real_BL > 0]).mean()
+    return loss, {"loss": loss, "accuracy": right}
+
+
+def gan_penalty(real_BL, perturbed_BL):
+    """Approximate R1 penalty: mean squared change of real logits when the clip gets 0.1·ε."""
+    flow.check_shapes(real=real_BL, perturbed=perturbed_BL)
+    real_BL, perturbed_BL = flow.wide(real_BL, perturbed_BL)
+    return ((real_BL - perturbed_BL) ** 2).mean()
+
+
+def f_weight(kind, ratio_B):
+    """h(r) [B] of an f-divergence for density ratios r = teacher/student; see `density_ratio`."""
+    if kind not in F_WEIGHTS:
+        raise ValueError(f"dmd2.divergence is {kind!r}; expected one of {', '.join(F_WEIGHTS)}")
+    return F_WEIGHTS[kind](jax.lax.stop_gradient(_wide(ratio_B)))
+
+
+def density_ratio(logit_BL, t_B, mean_N, *, decay, limit=5.0):
+    """Density ratio exp(logit) of student clips; returns (ratio_B, new mean_N).
+
+    Logits are averaged over L and clamped to ±limit. E[r] = 1 at every level under the student, so
+    ratios are divided by their running mean in N equal timestep bins (start it at ones).
+    """
+    flow.check_per_sample(logit_BL, t=t_B)
+    logit_B = flow.sample_mean(_wide(logit_BL))
+    ratio_B = jnp.exp(jnp.clip(jax.lax.stop_gradient(logit_B), -limit, limit))
+    bins = mean_N.shape[0]
+    index_B = jnp.clip((t_B * bins / 1000).astype(jnp.int32), 0, bins - 1)
+    sum_N, count_N = (jnp.zeros(bins).at[index_B].add(a) for a in (ratio_B, 1.0))
+    seen_N = decay * mean_N + (1 - decay) * sum_N / jnp.maximum(count_N, 1)
+    mean_N = jnp.where(count_N > 0, seen_N, mean_N)
+    return ratio_B / mean_N[index_B], mean_N
+
+
+def guided(cond, uncond, weight, *, norm_axes=()):
+    """u + w·(c − u); norm_axes: rescale it to the norm of c over these axes (LightX2V: −1, or all
+    axes of the batch)."""
+    flow.check_shapes(cond=cond, uncond=uncond)
+    cond, uncond = flow.wide(cond, uncond)
+    mixed = uncond + weight * (cond - uncond)
+    if not norm_axes:
+        return mixed
+    square = lambda a: (a**2).sum(norm_axes, keepdims=True)
+    return mixed * jnp.sqrt(square(cond) / square(mixed))
+
+
+def standard_guidance(weight):
+    """Guidance u + w·(c − u) equal to the form c + weight·(c − u) of DMD2, CausVid, Self-Forcing
+    and FastVideo's older trainer."""
+    return weight + 1
+
+
+def turns(step, interval, *, exclusive=False):
+    """(student, critic): which of them step `step` = 1, 2, … updates.
+
+    The student moves at every `interval`-th step, the critic at every step; exclusive: only where
+    the student does not (FastGen).
+    """
+    if interval < 1:
+        raise ValueError(f"dmd2.student_interval is {interval}; expected at least 1")
+    student = step % interval == 0
+    return student, not (exclusive and student)
+
+
+def student_ema_decay(updates, decay, start=1):
+    """Decay of the student's EMA after its update number `updates` = 1, 2, …; 0, hence a copy of
+    the student in trees.lerp(student, ema, decay), up to update `start`.
+
+    Counting trainer steps instead would average in an unmoved student (effective decay^interval).
+    """
+    return decay if updates > start else 0.0
+
+
+def warp(steps, shift):
+    """Timesteps of a raw step list under the shift of the run: 1000·S(step/1000), float64."""
+    raw = np.asarray(steps, np.float64)
+    if not (
+        raw.ndim == 1 and len(raw) and raw[0] <= 1000 and raw[-1] > 0 and np.all(np.diff(raw) < 0)
+    ):
+        raise ValueError(f"dmd2.steps is {list(steps)}; expected decreasing values in (0, 1000]")
+    return 1000 * flow.shift_map(raw / 1000, shift)
+
+
+def score_timesteps(raw, shift, *, t_lo=20.0, t_hi=980.0):
+    """Timesteps at which scores are compared, for raw draws in [0, 1000): shifted, then clamped."""
+    return jnp.clip(1000 * flow.shift_map(jnp.asarray(raw) / 1000, shift), t_lo, t_hi)
+
+
+def renoise(x, v, sigma, sigma_next, noise):
+    """Step of the SDE few-step sampler: x0 = x − σ·v with fresh noise at σ'. The ODE form, which
+    keeps the noise that x and x0 imply, is `flow.euler`."""
+    return flow.add_noise(flow.x0_from_velocity(x, v, sigma), noise, sigma_next)
+
+
+def _wide(a):
+    return flow.wide(a)[0]
