@@ -128,6 +128,8 @@ def test_generator_loss_and_gradient_equal_golden(name):
     bf16 = "bf16" in name
     x0 = jnp.asarray(g["student_x0"])
     fake, real = _scores(g)
+    level = flow.table_sigma(g["timestep"].item(), float(g["shift"]))
+    np.testing.assert_allclose(level, g["sigma_used"], rtol=0, atol=2e-6)
     noisy = flow.add_noise(x0, g["noise"], float(g["sigma_used"]))
     close = _close_bf16 if bf16 else _close
     close(noisy, g["noisy"])
@@ -200,9 +202,13 @@ def test_floor_keeps_a_zero_normaliser_finite():
         (value, _), grad = _generator(x0, fake, real, floor)
         np.testing.assert_allclose(value, g[f"lightx2v_clip_{text}_loss"], rtol=2e-5)
         _close_grad(grad, g[f"lightx2v_clip_{text}_grad"])
-    (value, _), grad = _generator(x0, fake, real, 1e-6)
-    np.testing.assert_allclose(value, g["fastgen_loss"], rtol=2e-5)
-    assert np.isfinite(value) and np.all(np.isfinite(grad))
+    for name, weight, n in (("fastgen", 1.0, 1), ("fdistill", g["fdistill_h"].item(), 1),
+                            ("rcm", 0.1, 2 * x0.size)):  # fmt: skip
+        # floors 1e-6 and 1e-5
+        (value, _), grad = _generator(x0, fake, real, 1e-6, jnp.full(1, weight))
+        loss = g["rcm_loss_per_sample" if name == "rcm" else f"{name}_loss"]
+        np.testing.assert_allclose(value * n, loss.item(), rtol=2e-5)
+        _close_grad(grad * n, g[f"{name}_grad"])
     (value, _), _ = _generator(x0, fake, real, NO_FLOOR)
     assert np.isinf(value)  # not hidden
 
@@ -214,6 +220,8 @@ def test_critic_loss_and_gradient_equal_golden(name):
     rtol = 2e-2 if bf16 else 2e-5
     x0, noise, v = (jnp.asarray(g[k]) for k in ("gen_x0", "noise", "v_critic"))
     sigma, t = g["sigma_used"].item(), g["timestep"].item() / 1000
+    level = flow.table_sigma(g["timestep"].item(), float(g["shift"]))
+    np.testing.assert_allclose(level, sigma, rtol=0, atol=2e-6)
     close = _close_bf16 if bf16 else _close
     close(flow.add_noise(x0, noise, sigma), g["noisy"])
     close(flow.add_noise(x0, noise, t), g["fastgen_noisy"])

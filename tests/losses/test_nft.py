@@ -54,6 +54,8 @@ def test_loss_gradient_and_statistics_equal_golden(case):
         g = _golden(f"nft_loss_{case}")
         kwargs = _settings(g, case)
         args = [jnp.asarray(g[name]) for name in ARRAYS]
+        x_t = flow.add_noise(g["x0"], g["noise"], g["t"])
+        np.testing.assert_allclose(x_t, g["xt"], rtol=1e-6, atol=1e-6)
         loss = jax.jit(functools.partial(nft.nft_loss, **kwargs))
         (value, aux), grad = jax.value_and_grad(loss, has_aux=True)(*args)
         assert value.dtype == g["v_new"].dtype
