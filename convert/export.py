@@ -343,7 +343,10 @@ def verify(source: disk.Checkpoint, converted: disk.Checkpoint) -> list[tuple[st
     out = []
     for component in [c for c in ("transformer", "transformer_2") if c in source.tensors]:
         config = disk.component_config(source, component)
-        one = dataclasses.replace(config, num_layers=1, dtype="float32", remat="none")
+        text = 512 if config.image_dim else config.text_len  # diffusers splits image and text there
+        one = dataclasses.replace(
+            config, num_layers=1, dtype="float32", remat="none", text_len=text
+        )
         fields = {f.name for f in dataclasses.fields(one)} - set(disk.RUN_FIELDS)
         model = transformer_wan.WanTransformer3DModel(**{f: getattr(one, f) for f in fields}).eval()
         shapes = trees.flatten(jax.eval_shape(lambda one=one: wan.init(jax.random.key(0), one)))
@@ -353,7 +356,7 @@ def verify(source: disk.Checkpoint, converted: disk.Checkpoint) -> list[tuple[st
         x = rng.standard_normal(
             (1, *frame[:2], 3 * config.patch_size[2], config.in_channels), np.float32
         )
-        ctx = rng.standard_normal((1, config.text_len, config.text_dim), np.float32)
+        ctx = rng.standard_normal((1, text, config.text_dim), np.float32)
         t, cond, image = np.asarray([700.0], np.float32), None, None
         if config.image_dim:
             image = rng.standard_normal(

@@ -34,6 +34,11 @@ def _transformer(tensors, hints) -> dict:
     image = "condition_embedder.image_embedder.norm1.weight"
     key = "blocks.0.attn2.add_k_proj.weight"
     position = "condition_embedder.image_embedder.pos_embed"
+    layers, vace_fields = _count(tensors, r"blocks\.(\d+)\."), {}
+    if "vace_patch_embedding.weight" in tensors:  # evenly spaced from block 0
+        step = layers // _count(tensors, r"vace_blocks\.(\d+)\.")
+        vace_fields["vace_layers"] = list(range(0, layers, step))
+        vace_fields["vace_in_channels"] = shape("vace_patch_embedding.weight")[1]
     return {
         "patch_size": tuple(patch),
         "num_attention_heads": heads,
@@ -43,7 +48,7 @@ def _transformer(tensors, hints) -> dict:
         "text_dim": shape("condition_embedder.text_embedder.linear_1.weight")[1],
         "freq_dim": shape("condition_embedder.time_embedder.linear_1.weight")[1],
         "ffn_dim": shape("blocks.0.ffn.net.0.proj.weight")[0],
-        "num_layers": _count(tensors, r"blocks\.(\d+)\."),
+        "num_layers": layers,
         "cross_attn_norm": "blocks.0.norm2.weight" in tensors,
         "qk_norm": "rms_norm_across_heads",
         "eps": hints.get("eps", 1e-6),
@@ -51,6 +56,7 @@ def _transformer(tensors, hints) -> dict:
         "added_kv_proj_dim": shape(key)[1] if key in tensors else None,
         "rope_max_seq_len": 1024,
         "pos_embed_seq_len": shape(position)[1] if position in tensors else None,
+        **vace_fields,
     }
 
 

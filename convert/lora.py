@@ -338,15 +338,25 @@ def _factors(group: dict, kinds: set[str]) -> tuple[np.ndarray, np.ndarray, floa
             raise ValueError("LoHa factors do not multiply")
         if len(w1a) != len(w2a) or w1b.shape[1] != w2b.shape[1]:
             raise ValueError("LoHa factors have different products")
+        _bounded(max(len(w1a), w1b.shape[1]), len(w1b) * len(w2b))
         b = np.einsum("or,os->ors", w1a, w2a).reshape(len(w1a), -1)
         a = np.einsum("ri,si->rsi", w1b, w2b).reshape(-1, w1b.shape[1])
         return a, b, 1.0 if alpha is None else alpha / len(w1b)
     if kinds and all(k.startswith("lokr_w") for k in kinds):
         (a1, b1, r1), (a2, b2, r2) = (_lokr(group, kinds, k) for k in "12")
+        for one, two in ((a1, a2), (b1, b2)):
+            _bounded(len(one) * len(two), one.shape[1] * two.shape[1])
         rank = r2 or r1
         scale = alpha / rank if alpha is not None and rank else 1.0
         return np.kron(b1, b2), np.kron(a1, a2), scale
     raise ValueError(f"tensors {sorted(kinds)} make no complete adapter")
+
+
+def _bounded(*shape: int) -> None:
+    if math.prod(shape) > 1 << 28:
+        raise ValueError(
+            f"factors make a matrix of {' x '.join(map(str, shape))}, more than Wan has"
+        )
 
 
 def _matrix(group: dict, key: str) -> np.ndarray:

@@ -376,7 +376,7 @@ def write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) -
         "_class_name": "WanImageToVideoPipeline" if image else "WanPipeline",
         "_diffusers_version": "0.35.0",
         "boundary_ratio": config.boundary,
-        "expand_timesteps": config.wan.in_channels == 48,
+        "expand_timesteps": config.wan.out_channels == 48,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "tokenizer": ["transformers", "T5TokenizerFast"] if config.tokenizer else [None, None],
         **{c: library(c) for c in tensors},

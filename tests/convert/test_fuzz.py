@@ -189,6 +189,21 @@ def test_damaged_torch_and_gguf_files_are_refused_or_read(model, tmp_path):
         files.open_any(tmp_path / "view.pth")
 
 
+@pytest.mark.parametrize("kind", ["lokr_w{}", "hada_w{}_a"])
+def test_small_factors_of_an_enormous_matrix_are_refused(tmp_path, kind):
+    """4 MB of factors that would make a matrix of 10^12 numbers."""
+    module, long = "lora_unet_blocks_0_self_attn_q", np.zeros((10**6, 1), np.float32)
+    tensors = {f"{module}.{kind.format(k)}": long[: 10**6 if k == 1 else 10**5] for k in (1, 2)}
+    if "hada" in kind:
+        wide = np.zeros((1, 20_000), np.float32)
+        tensors = {f"{module}.hada_w{k}_a": wide for k in (1, 2)}
+        tensors |= {f"{module}.hada_w{k}_b": wide.T for k in (1, 2)}
+    lazy = {n: files.of_array(a) for n, a in tensors.items()}
+    files.write_safetensors(tmp_path / "x.safetensors", lazy)
+    with pytest.raises(ValueError, match="more than Wan has"):
+        lora.read(tmp_path / "x.safetensors")
+
+
 def test_a_failing_conversion_leaves_nothing_behind(model, tmp_path, capsys):
     folder = shutil.copytree(model, tmp_path / "m")
     path = folder / "vae/diffusion_pytorch_model.safetensors"

@@ -1,5 +1,6 @@
 """Every layout in and out: byte-exact round trips over the published key lists, quantised forms."""
 
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -16,7 +17,7 @@ import torch
 from convert import disk, export, files, names, weights
 from tests.convert import test_names, tiny
 from wanjax import trees
-from wanjax.models import wan
+from wanjax.models import clip, wan
 
 DTYPES = {1: np.float32, 2: ml_dtypes.bfloat16}
 
@@ -73,6 +74,10 @@ def test_round_trip_through_every_layout_is_byte_exact(stem, tmp_path):
             same(got.tensors[component], hub)
         else:
             same(files.open_folder(source / component)[0], want)
+    if "vace" in stem:
+        written = json.loads((tmp_path / "diffusers/transformer/config.json").read_text())
+        assert written["vace_layers"] == config["vace_layers"]
+        assert written["vace_in_channels"] == config["vace_in_channels"]
     if component == "transformer":
         table = names.rules("transformer", ())
         for name in files.open_folder(tmp_path / "original")[0]:
@@ -358,3 +363,37 @@ def test_diffusers_loads_what_came_from_original_files(model, tmp_path):
     shapes = jax.eval_shape(lambda: wan.init(jax.random.key(0), tiny.WAN))
     assert trees.count(shapes) == sum(p.numel() for p in pipe.transformer.parameters())
     assert pipe.config.boundary_ratio == tiny.CONFIG.boundary
+
+
+def test_an_i2v_model_with_clip_goes_through_original_files_into_its_pipeline(tmp_path):
+    """36-channel style input, image key and value projections, CLIP as .pth with joined q, k, v."""
+    config = dataclasses.replace(
+        tiny.CONFIG,
+        name="tiny_i2v",
+        wan=dataclasses.replace(tiny.WAN, in_channels=9, image_dim=80, added_kv_proj_dim=32),
+        image=clip.CLIPVisionConfig(
+            hidden_size=80,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=1,
+            image_size=28,
+        ),
+        experts=("high",),
+        boundary=None,
+    )
+    params = tiny.params(config)
+    shapes = jax.eval_shape(lambda: clip.init(jax.random.key(0), config.image))
+    params["image_encoder"] = tiny.random_like(shapes, 9)
+    weights.save_diffusers(params, config, tmp_path / "d")
+    pipe = diffusers.WanImageToVideoPipeline.from_pretrained(tmp_path / "d", tokenizer=None)
+    assert pipe.image_encoder.config.hidden_size == 80
+    assert pipe.image_processor.crop_size["height"] == 28
+    export.write(disk.read(tmp_path / "d"), tmp_path / "o", "original")
+    clip_file = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+    state = torch.load(tmp_path / "o" / clip_file, weights_only=True)
+    assert state["visual.transformer.0.attn.to_qkv.weight"].shape == (240, 80)
+    assert state["visual.cls_embedding"].shape == (1, 1, 80)
+    got, again = weights.load(tmp_path / "o")
+    assert again == config and tiny.equal(got, params)
+    errors = export.verify(disk.read(tmp_path / "d"), disk.read(tmp_path / "o"))
+    assert max(e for _, e in errors) < 1e-5
