@@ -5,6 +5,8 @@
 Frame 0 is coded alone, then every latent frame stands for 4 pixel frames. Frame 0 runs as an image
 network (its history is zero, so of each temporal kernel only the last tap counts); the rest is one
 `lax.scan` whose carry holds the last 2 input frames of each temporal convolution, keyed by path.
+Each scan step codes `step` latent frames: 1 takes the least memory, all of them (T - 1) is one
+step without a loop, for training on short clips (the function is the same).
 The network is a list of groups of layers (`_encoder`, `_decoder`), walked by init and by the
 forward pass. All runs in the dtype of the parameters except norms and softmax (float32).
 
@@ -76,7 +78,7 @@ class VAEConfig:
         if sum(self.temperal_downsample) != 2:
             got = self.temperal_downsample
             raise ValueError(f"vae config: temperal_downsample is {got}, expected two true entries")
-        if self.is_residual and levels > 1 and self.dim_mult[-2] % self.dim_mult[-1]:
+        if self.is_residual and self.dim_mult[-2] % self.dim_mult[-1]:
             got = self.dim_mult
             raise ValueError(
                 f"vae config: dim_mult is {got} with is_residual, expected a last entry that "
@@ -102,29 +104,98 @@ def init(key, config: VAEConfig):
     return trees.unflatten(flat)
 
 
-def encode(params, x_BTHWC, *, config: VAEConfig):
+def encode(params, x_BTHWC, *, config: VAEConfig, step=1):
     """Return the normalised posterior mean z_BTHWC (float32) of pixels in [-1, 1].
 
     T must be 4n+1 and gives n+1 latent frames; H and W must divide by scale_factor_spatial
     (otherwise ValueError).
     """
-    mean, _ = posterior(params, x_BTHWC, config=config)
+    mean, _ = posterior(params, x_BTHWC, config=config, step=step)
     return _normalise(mean, config)
 
 
-def posterior(params, x_BTHWC, *, config: VAEConfig):
+def posterior(params, x_BTHWC, *, config: VAEConfig, step=1):
     """Return mean and log-variance (clipped to [-30, 20]) of the unnormalised latents, float32."""
     _check_pixels(x_BTHWC, config)
-    moments = _encode_moments(params, _patchify(x_BTHWC, config.patch), config)
+    moments = _encode_moments(params, _patchify(x_BTHWC, config.patch), config, step)
     mean, logvar = jnp.split(moments, 2, -1)
     return mean, jnp.clip(logvar, -30.0, 20.0)
 
 
-def decode(params, z_BTHWC, *, config: VAEConfig):
+def decode(params, z_BTHWC, *, config: VAEConfig, step=1):
     """Return float32 pixels x_BTHWC clamped to [-1, 1]; T normalised latent frames give 4T-3."""
     _check_latents(z_BTHWC, config)
-    x = _decode_frames(params, _denormalise(z_BTHWC, config), config)
+    x = _decode_frames(params, _denormalise(z_BTHWC, config), config, step)
     return jnp.clip(_unpatchify(x, config.patch), -1.0, 1.0)
+
+
+def encode_tiled(params, x_BTHWC, *, config: VAEConfig, tile=256, stride=192):
+    """Encode big frames in overlapping spatial tiles with linear blending; see `encode`.
+
+    `tile` and `stride` count patchified pixels (2x2 image pixels each in Wan 2.2), as in diffusers;
+    both must divide by the encoder's own spatial factor.
+    """
+    _check_pixels(x_BTHWC, config)
+    factor = config.scale_factor_spatial // config.patch
+    _check_tiles(tile, stride, factor)
+    run = lambda x: _encode_moments(params, x, config)
+    x = _patchify(x_BTHWC, config.patch)
+    moments = _tiled(run, x, (tile, stride), (tile // factor, stride // factor))
+    return _normalise(moments[..., : config.z_dim], config)
+
+
+def decode_tiled(params, z_BTHWC, *, config: VAEConfig, tile=256, stride=192):
+    """Decode big frames in overlapping spatial tiles with linear blending; see `decode`.
+
+    `tile` and `stride` count pixels and must divide by scale_factor_spatial.
+    """
+    _check_latents(z_BTHWC, config)
+    _check_tiles(tile, stride, config.scale_factor_spatial)
+    run = lambda z: _decode_frames(params, z, config)
+    z_unit, x_unit = config.scale_factor_spatial, config.patch
+    sizes_z, sizes_x = (tile // z_unit, stride // z_unit), (tile // x_unit, stride // x_unit)
+    x = _tiled(run, _denormalise(z_BTHWC, config), sizes_z, sizes_x)
+    return jnp.clip(_unpatchify(x, config.patch), -1.0, 1.0)
+
+
+def _tiled(run, x, sizes_in, sizes_out):
+    """Apply `run` to tiles of x and join them; sizes are (tile, stride) before and after `run`.
+
+    Tiles of one shape run as one `lax.map`, so that each shape (whole, right edge, bottom edge,
+    corner) is compiled once. A tile is blended with the one above, then with the one to its left.
+    """
+    tile, stride = sizes_in
+    if max(x.shape[2:4]) <= tile:
+        return run(x)
+    rows, columns = (range(0, size, stride) for size in x.shape[2:4])
+    cuts = {(i, j): x[:, :, i : i + tile, j : j + tile] for i in rows for j in columns}
+    done = {}
+    for shape in {cut.shape: None for cut in cuts.values()}:
+        places = [place for place, cut in cuts.items() if cut.shape == shape]
+        out = jax.lax.map(run, jnp.stack([cuts[place] for place in places]))
+        done |= dict(zip(places, out, strict=True))
+    tile, step = sizes_out
+    for i, j in cuts:
+        if i:
+            done[i, j] = _blend(done[i - stride, j], done[i, j], tile - step, 2)
+        if j:
+            done[i, j] = _blend(done[i, j - stride], done[i, j], tile - step, 3)
+    joined = [jnp.concatenate([done[i, j][:, :, :step, :step] for j in columns], 3) for i in rows]
+    return jnp.concatenate(joined, 2)
+
+
+def _blend(before, after, extent, axis):
+    """Fade from the end of `before` to the start of `after` over `extent` rows or columns."""
+    extent = min(extent, before.shape[axis], after.shape[axis])
+    size = after.shape[axis]
+    old = jax.lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis)
+    new, rest = (
+        jax.lax.slice_in_dim(after, a, b, axis=axis) for a, b in ((0, extent), (extent, size))
+    )
+    weight = jnp.expand_dims(
+        jnp.arange(extent) / max(extent, 1), [a for a in range(5) if a != axis]
+    )
+    return jnp.concatenate([old * (1 - weight) + new * weight, rest], axis)
 
 
 # The network: groups of layers (kind, path, channels in, channels out), each group with an optional
@@ -240,19 +311,19 @@ def _shapes(config):
 # history; it is empty before frame 0, and each layer replaces its own entry (one dict per chunk).
 
 
-def _encode_moments(params, x_BTHWC, config):
+def _encode_moments(params, x_BTHWC, config, step=1):
     """Return quant_conv(encoder(x)), float32, for patchified pixels of 4n+1 frames."""
     flat = trees.flatten(params)
     x = x_BTHWC.astype(flat["quant_conv/kernel"].dtype)
-    moments = _scan_chunks(_encoder(config), flat, x, _STRIDE_T)
+    moments = _scan_chunks(_encoder(config), flat, x, _STRIDE_T * step)
     return _conv(flat, "quant_conv", moments).astype(jnp.float32)
 
 
-def _decode_frames(params, z_BTHWC, config):
+def _decode_frames(params, z_BTHWC, config, step=1):
     """Return decoder(post_quant_conv(z)), float32, still patchified and not clamped."""
     flat = trees.flatten(params)
     z = _conv(flat, "post_quant_conv", z_BTHWC.astype(flat["post_quant_conv/kernel"].dtype))
-    return _scan_chunks(_decoder(config), flat, z, 1).astype(jnp.float32)
+    return _scan_chunks(_decoder(config), flat, z, step).astype(jnp.float32)
 
 
 def _scan_chunks(groups, params, x_BTHWC, size):
@@ -261,6 +332,14 @@ def _scan_chunks(groups, params, x_BTHWC, size):
     rest = x_BTHWC[:, 1:]
     if not rest.shape[1]:
         return first
+    if (
+        rest.shape[1] == size
+    ):  # no loop: XLA:CPU runs the gradient of a convolution badly inside one
+        return jnp.concatenate([first, _run(groups, params, carry, rest)[0]], 1)
+    if rest.shape[1] % size:
+        raise ValueError(
+            f"vae: {rest.shape[1]} frames after the first must be a multiple of {size}; change step"
+        )
     chunks = jnp.moveaxis(rest.reshape(rest.shape[0], -1, size, *rest.shape[2:]), 1, 0)
 
     def body(carry, x):
@@ -466,4 +545,13 @@ def _check_latents(z, config):
     if z.ndim != 5 or z.shape[-1] != config.z_dim or not z.shape[1]:
         raise ValueError(
             f"vae.decode: z has shape {z.shape}, expected [B, T>0, H, W, {config.z_dim}]"
+        )
+
+
+def _check_tiles(tile, stride, factor):
+    """Raise ValueError unless tiles overlap or touch and fall on whole latents."""
+    if not 0 < stride <= tile or tile % factor or stride % factor:
+        raise ValueError(
+            f"vae tiling: tile {tile} and stride {stride}, expected 0 < stride <= tile, "
+            f"both multiples of {factor}"
         )
