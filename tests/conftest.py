@@ -5,7 +5,11 @@ import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    # eight devices on two busy cores may be late at a collective; that is no deadlock
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    + " --xla_cpu_collective_timeout_seconds=600"
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")

@@ -1,10 +1,17 @@
-"""One AdamW per expert: global-norm clipping, warm-up, decoupled weight decay on trained leaves
-only (optax)."""
+"""One AdamW per expert, and one optimizer step over micro-batches of pairs (sample, step).
 
+Gradients are accumulated as the exact mean over micro-batches of equal size; every expert has its
+own gradient clipping, warm-up and moments (optax). A micro-batch may hold pairs of both experts.
+
+Shapes: B samples, n micro-batches of M pairs.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from wanjax import trees
@@ -41,6 +48,69 @@ def learning_rate(config: OptimConfig) -> optax.Schedule:
     return lambda count: config.lr * jnp.minimum(1.0, (count + 1) / config.warmup)
 
 
+def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
+    """One optimizer step for each expert of `index`; returns (trained, opt, metrics).
+
+    loss(trained, micro-batch) -> (scalar, {expert: scalars}) for one entry of the leading axis of
+    index {expert: arrays [n, ...]}; its gradient is averaged over the n micro-batches.
+    """
+
+    def accumulate(total, micro):
+        gradient, aux = jax.grad(loss, has_aux=True)(trained, micro)
+        return jax.tree.map(jnp.add, total, gradient), aux
+
+    total, aux = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, trained), index)
+    count = jax.tree.leaves(index)[0].shape[0]
+    moved, new_opt, metrics = {}, {}, {}
+    for expert, tree in trained.items():
+        gradient = jax.tree.map(lambda g: g / count, total[expert])
+        updates, new_opt[expert] = make(configs[expert]).update(gradient, opt[expert], tree)
+        moved[expert] = optax.apply_updates(tree, updates)
+        metrics |= {f"{name}/{expert}": value for name, value in aux[expert].items()}
+        metrics[f"grad_norm/{expert}"] = optax.tree.norm(gradient)
+        taken = optax.tree_utils.tree_get_all_with_path(new_opt[expert], "count")[0][1]
+        metrics[f"lr/{expert}"] = jnp.asarray(learning_rate(configs[expert])(taken - 1))
+    return moved, new_opt, metrics
+
+
+def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int, mix: bool) -> list:
+    """Index sets {expert: (slot [n, M], sample [n, M])}, one optimizer step each.
+
+    slots: expert -> numbers of its steps; samples: the samples of this optimizer step. Pure sets
+    hold micro_samples x micro_steps pairs a micro-batch; mixed ones hold all steps of
+    micro_samples samples, grouped by expert.
+    """
+
+    def pairs(numbers, width):
+        rows = []
+        for chosen in np.reshape(samples, (-1, micro_samples)):
+            for chunk in np.reshape(numbers, (-1, width)):
+                slot, sample = np.meshgrid(chunk, chosen, indexing="ij")
+                rows.append((slot.ravel(), sample.ravel()))
+        slot, sample = zip(*rows, strict=True)
+        return jnp.asarray(np.stack(slot)), jnp.asarray(np.stack(sample))
+
+    present = {expert: numbers for expert, numbers in slots.items() if len(numbers)}
+    if mix:
+        return [{expert: pairs(numbers, len(numbers)) for expert, numbers in present.items()}]
+    return [{expert: pairs(numbers, micro_steps)} for expert, numbers in present.items()]
+
+
+def merge_metrics(collected: list[dict]) -> dict:
+    """Reduce micro-batches and optimizer steps: extremes of *_min and *_max, the last lr, else
+    means."""
+    gathered: dict[str, list] = {}
+    for metrics in collected:
+        for name, value in metrics.items():
+            gathered.setdefault(name, []).append(jnp.atleast_1d(value))
+    pick = {"min": jnp.min, "max": jnp.max, "lr": lambda values: values[-1]}
+    word = lambda name: "lr" if name.startswith("lr/") else name.split("/")[-2].split("_")[-1]
+    return {
+        name: pick.get(word(name), jnp.mean)(jnp.concatenate(values))
+        for name, values in gathered.items()
+    }
+
+
 def _labels(tree):
     return trees.map_paths(
         lambda path, _: "keep" if path.endswith("/scale") and _beside_a(path, tree) else "move",
@@ -54,8 +124,3 @@ def _beside_a(path: str, tree) -> bool:
     for name in path.split("/")[:-1]:
         node = node[name]
     return "a" in node
-
-
-def global_norm(tree) -> jax.Array:
-    """Euclidean norm over all leaves."""
-    return optax.tree.norm(tree)

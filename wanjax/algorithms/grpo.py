@@ -13,14 +13,13 @@ transition) a micro-batch.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from wanjax import advantages, optim, sampler, schedule, sharding
+from wanjax import advantages, optim, rewards, sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.losses import grpo as losses
 
@@ -37,9 +36,9 @@ class Config:
     micro_samples: int = 8  # samples per micro-batch
     micro_steps: int = 1  # transitions of each of these samples per micro-batch
     mix_experts: bool = False  # a micro-batch holds all transitions of its samples, both experts
-    clip: dict | None = None  # expert -> clip range
+    clip: dict = field(default_factory=lambda: dict(high=1e-4, low=1e-4))  # range per expert
     kl_kind: str = "g2h"
-    kl_beta: dict | None = None  # expert -> weight; 0 skips the reference pass
+    kl_beta: dict = field(default_factory=lambda: dict(high=0.0, low=0.0))  # 0: no reference pass
     guard: bool = False  # GRPO-Guard ratio normalisation
     recompute_old_logp: bool = (
         False  # score under the trainer's own forward instead of the rollout's
@@ -136,30 +135,10 @@ def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, r
         )  # fmt: skip
         pending.append((trajectory, states.decode(vae_params, x0, config=setup.model.vae)))
     texts = [prompt for prompt in prompts for _ in range(K)]
-    size = setup.sampling.batch
-    results = [
-        reward(np.asarray(video), texts[i * size : (i + 1) * size])
-        for i, (_, video) in enumerate(pending)
-    ]
-    scores_MB = np.stack([np.concatenate([r[0][n] for r in results]) for n in setup.rewards])
-    info = {name: np.concatenate([r[1][name] for r in results]) for name in results[0][1]}
-    if not np.isfinite(scores_MB).all():
-        bad = int(np.argwhere(~np.isfinite(scores_MB))[0][1])
-        raise FloatingPointError(
-            f"step {step}, phase reward: sample {bad} ({texts[bad]!r}) got a reward that is not "
-            "finite; the last good checkpoint is kept"
-        )
-    scores_MPK = scores_MB.reshape(-1, len(prompts), K)
+    videos = (video for _, video in pending)
+    scores_MPK, metrics = rewards.score(videos, texts, reward, setup.rewards, group=K, step=step)
     weights = list(setup.rewards.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
-    total_PK = np.einsum("m,mpk->pk", weights, scores_MPK)
-    metrics = {
-        "reward/mean": total_PK.mean(),
-        "reward/std": total_PK.std(),
-        "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
-        **{f"reward/{n}": s.mean() for n, s in zip(setup.rewards, scores_MB, strict=True)},
-        **{name: values.mean() for name, values in info.items()},
-    }
     join = lambda *chunks: jnp.concatenate(chunks, axis=1)
     return Batch(
         jax.tree.map(join, *[trajectory for trajectory, _ in pending]),
@@ -199,7 +178,7 @@ def update(state, setup, batch: Batch):
             state = states.replace_trainable(state, setup, trained)
             state = state.replace(opt={**state.opt, **opt})
             collected.append(aux)
-    return state.replace(step=state.step + 1), _merge_metrics(collected)
+    return state.replace(step=state.step + 1), optim.merge_metrics(collected)
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots"))
@@ -219,33 +198,19 @@ def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
 
 @functools.partial(jax.jit, static_argnames=("setup", "on_policy"), donate_argnames=("opt",))
 def _minibatch(trained, opt, frozen, data, index, *, setup, on_policy):
-    """One optimizer step for each expert in `index`; gradients are the exact mean over its micro-
-    batches."""
+    """One optimizer step for each expert in `index`."""
 
     def loss(trained, pairs):
         parts = {
-            expert: _pair_loss(trained[expert], frozen[expert], data, *pairs[expert],
-                               setup=setup, expert=expert, on_policy=on_policy)
+            expert: _pair_loss(
+                trained[expert], frozen[expert], data, *pairs[expert],
+                setup=setup, expert=expert, on_policy=on_policy,
+            )
             for expert in pairs
         }  # fmt: skip
         return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
 
-    def accumulate(total, pairs):
-        gradient, aux = jax.grad(loss, has_aux=True)(trained, pairs)
-        return jax.tree.map(jnp.add, total, gradient), aux
-
-    zero = jax.tree.map(jnp.zeros_like, trained)
-    total, aux = jax.lax.scan(accumulate, zero, index)
-    count = jax.tree.leaves(index)[0].shape[0]
-    gradient = jax.tree.map(lambda g: g / count, total)
-    new_trained, new_opt, metrics = {}, {}, {}
-    for expert in trained:
-        optimizer = optim.make(setup.optim[expert])
-        updates, new_opt[expert] = optimizer.update(gradient[expert], opt[expert], trained[expert])
-        new_trained[expert] = optax.apply_updates(trained[expert], updates)
-        metrics |= {f"{name}/{expert}": value for name, value in aux[expert].items()}
-        metrics[f"grad_norm/{expert}"] = optim.global_norm(gradient[expert])
-    return new_trained, new_opt, metrics
+    return optim.step(loss, trained, opt, index, setup.optim)
 
 
 def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_policy):
@@ -351,35 +316,7 @@ def _slots(setup, steps_W) -> dict[str, list[int]]:
 
 
 def _micro_batches(config: Config, groups, share) -> list[dict]:
-    """Index sets {expert: (slot [n, M], sample [n, M])}, one optimizer step each.
-
-    Homogeneous: one set per expert, micro_samples x micro_steps pairs a micro-batch. Mixed: one
-    set, all transitions of micro_samples samples a micro-batch, grouped by expert.
-    """
-
-    def pairs(slots, width):
-        rows = []
-        for samples in share.reshape(-1, config.micro_samples):
-            for chunk in np.reshape(slots, (-1, width)):
-                slot, sample = np.meshgrid(chunk, samples, indexing="ij")
-                rows.append((slot.ravel(), sample.ravel()))
-        slot, sample = zip(*rows, strict=True)
-        return jnp.asarray(np.stack(slot)), jnp.asarray(np.stack(sample))
-
-    present = {expert: slots for expert, slots in groups.items() if slots}
-    if config.mix_experts:
-        return [{expert: pairs(slots, len(slots)) for expert, slots in present.items()}]
-    return [{expert: pairs(slots, config.micro_steps)} for expert, slots in present.items()]
-
-
-def _merge_metrics(collected: list[dict]) -> dict:
-    """Reduce micro-batches and optimizer steps: extremes of *_min and *_max, means of the rest."""
-    gathered: dict[str, list] = {}
-    for metrics in collected:
-        for name, value in metrics.items():
-            gathered.setdefault(name, []).append(jnp.atleast_1d(value))
-    pick = {"ratio_min": jnp.min, "ratio_max": jnp.max}
-    return {
-        name: pick.get(name.split("/")[1], jnp.mean)(jnp.concatenate(values))
-        for name, values in gathered.items()
-    }
+    return optim.micro_batches(
+        groups, share, micro_samples=config.micro_samples, micro_steps=config.micro_steps,
+        mix=config.mix_experts,
+    )  # fmt: skip

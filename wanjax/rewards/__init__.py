@@ -7,6 +7,10 @@ better.
 import importlib
 from collections.abc import Callable
 
+import numpy as np
+
+from wanjax import advantages
+
 BUILT_IN = {"shapes": "wanjax.rewards.shapes:reward"}
 
 
@@ -44,3 +48,36 @@ def combine(names) -> Callable:
         return scores, info
 
     return score
+
+
+def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: int):
+    """Score batches of videos in order; returns (scores_MPK, metrics).
+
+    videos: device arrays [b, ...] whose lengths add up to len(texts); each is fetched when its turn
+    comes, so that scoring overlaps with the sampling and decoding of the rest.
+    reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.
+    Raises FloatingPointError with step and prompt for a score that is not finite.
+    """
+    results, first = [], 0
+    for batch in videos:
+        frames = np.asarray(batch)
+        results.append(reward(frames, texts[first : first + len(frames)]))
+        first += len(frames)
+    scores_MB = np.stack([np.concatenate([r[0][name] for r in results]) for name in weights])
+    info = {name: np.concatenate([r[1][name] for r in results]) for name in results[0][1]}
+    if not np.isfinite(scores_MB).all():
+        bad = int(np.argwhere(~np.isfinite(scores_MB))[0][1])
+        raise FloatingPointError(
+            f"step {step}, phase reward: sample {bad} ({texts[bad]!r}) got a reward that is not "
+            "finite; the last good checkpoint is kept"
+        )
+    scores_MPK = scores_MB.reshape(len(weights), -1, group)
+    total_PK = np.einsum("m,mpk->pk", list(weights.values()), scores_MPK)
+    metrics = {
+        "reward/mean": total_PK.mean(),
+        "reward/std": total_PK.std(),
+        "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
+        **{f"reward/{name}": row.mean() for name, row in zip(weights, scores_MB, strict=True)},
+        **{name: values.mean() for name, values in info.items()},
+    }
+    return scores_MPK, metrics
