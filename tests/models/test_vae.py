@@ -76,9 +76,9 @@ def error(got, want):
     return np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("batch,frames", [(3, 1), (2, 5), (1, 9), (1, 17)])
+@pytest.mark.parametrize("batch,frames,step", [(3, 1, 1), (2, 5, 1), (1, 9, 1), (1, 17, 2)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_encode_and_decode_equal_diffusers(rng, name, batch, frames):
+def test_encode_and_decode_equal_diffusers(rng, name, batch, frames, step):
     module, config, params = reference(name)
     x = pixels(rng, config, batch, frames)
     mean, std = statistics(config)
@@ -86,17 +86,19 @@ def test_encode_and_decode_equal_diffusers(rng, name, batch, frames):
         mu = module.encode(to_torch(x)).latent_dist.mode()
         want_z = from_torch((mu - mean) / std)
         want_x = from_torch(module.decode(mu).sample)
-    z = jax.jit(partial(vae.encode, config=config))(params, x)
+    z = jax.jit(partial(vae.encode, config=config, step=step))(params, x)
     assert z.shape == (batch, (frames + 3) // 4, 3, 2, config.z_dim)
     assert error(z, want_z) < 1e-5
-    assert error(jax.jit(partial(vae.decode, config=config))(params, want_z), want_x) < 1e-5
+    decode = jax.jit(partial(vae.decode, config=config, step=step))
+    assert error(decode(params, want_z), want_x) < 1e-5
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_equal_diffusers(rng, name):
+@pytest.mark.slow
+@pytest.mark.parametrize("name,frames", [("2.1", 5), ("2.2", 5), ("mixed", 9)])
+def test_gradients_equal_diffusers(rng, name, frames):
     module, config, params = reference(name)
     module.double()  # the oracle in float64, so that only the rounding of wanjax counts
-    x = pixels(rng, config, 2, 9)
+    x = pixels(rng, config, 2, frames)
     mean, std = statistics(config)
     x_torch = to_torch(x).double().requires_grad_()
     mu = module.encode(x_torch).latent_dist.mode()
@@ -159,9 +161,9 @@ def test_defaults_are_wan_2_1():
     assert vae.VAEConfig(**fields) == vae.VAEConfig()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_chunks_of_any_size_agree_and_a_prefix_ignores_its_future(rng, name):
-    _, config, params = reference(name)
+@pytest.mark.slow
+def test_chunks_of_any_size_agree_and_a_prefix_ignores_its_future(rng):
+    _, config, params = reference("mixed")
     x = pixels(rng, config, 1, 17)
 
     @partial(jax.jit, static_argnames="step")
@@ -170,18 +172,17 @@ def test_chunks_of_any_size_agree_and_a_prefix_ignores_its_future(rng, name):
         return z, vae.decode(params, z, config=config, step=step)
 
     z, y = round_trip(params, x, 1)
-    for step, latents in ((2, 5), (4, 5), (2, 3)):
+    for step, latents in ((4, 5), (1, 3)):
         z_again, y_again = round_trip(params, x[:, : 4 * latents - 3], step)
         np.testing.assert_allclose(z_again, z[:, :latents], atol=2e-5)
         np.testing.assert_allclose(y_again, y[:, : 4 * latents - 3], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["2.1", "2.2"])
-@pytest.mark.parametrize("rows,columns", [(6, 9), (3, 5)])
-def test_tiling_equals_diffusers(rng, name, rows, columns):
+@pytest.mark.parametrize("name,frames,rows,columns", [("2.1", 5, 3, 5), ("2.2", 1, 6, 9)])
+def test_tiling_equals_diffusers(rng, name, frames, rows, columns):
     module, config, params = reference(name)
     f = config.scale_factor_spatial
-    x = pixels(rng, config, 1, 5, rows, columns)
+    x = pixels(rng, config, 1, frames, rows, columns)
     mean, std = statistics(config)
     tile, stride = 4 * f, 3 * f
     with torch.no_grad():
@@ -204,17 +205,17 @@ def test_tiling_equals_diffusers(rng, name, rows, columns):
 
 def test_tiling_leaves_small_frames_alone(rng):
     _, config, params = reference("2.1")
-    z = rng.normal(size=(1, 2, 4, 3, 4)).astype(np.float32)
+    z = rng.normal(size=(1, 1, 4, 3, 4)).astype(np.float32)
     want = jax.jit(partial(vae.decode, config=config))(params, z)
     tiled = jax.jit(partial(vae.decode_tiled, config=config, tile=32, stride=16))
     got = tiled(params, z)
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bfloat16_stays_within_five_percent(rng, name):
+@pytest.mark.parametrize("name,frames", [("2.1", 1), ("2.2", 1), ("mixed", 9)])
+def test_bfloat16_stays_within_five_percent(rng, name, frames):
     _, config, params = reference(name)
-    x = pixels(rng, config, 1, 9)
+    x = pixels(rng, config, 1, frames)
     half = trees.cast(params, jnp.bfloat16)
     encode = jax.jit(partial(vae.encode, config=config))
     decode = jax.jit(partial(vae.decode, config=config))
@@ -225,11 +226,10 @@ def test_bfloat16_stays_within_five_percent(rng, name):
     assert 1e-4 < error(got_x, np.asarray(decode(params, z))) < 0.05
 
 
-def test_gradient_is_finite_where_channels_vanish():
-    config = CONFIGS["mixed"]
-    params = jax.tree.map(jnp.zeros_like, vae.init(jax.random.key(0), config))
-    grad = jax.jit(jax.grad(lambda z: vae.decode(params, z, config=config).sum()))
-    assert np.all(np.isfinite(grad(jnp.zeros((1, 1, 2, 2, 4)))))
+def test_norm_has_a_finite_gradient_where_channels_vanish():
+    params = {"norm/gamma": jnp.ones(4)}
+    grad = jax.grad(lambda x: vae._norm(params, "norm", x).sum())(jnp.zeros((1, 1, 1, 1, 4)))
+    assert np.all(np.isfinite(grad))
 
 
 @pytest.mark.parametrize(
