@@ -205,7 +205,9 @@ def _blend(before, after, extent, axis):
 def _encoder(config):
     """Return [(layers, shortcut or None)] of the encoder."""
     dims = [config.base_dim * m for m in (1, *config.dim_mult)]
-    groups = [([("conv", "encoder/conv_in", config.in_channels, dims[0])], None)]
+    groups: list[tuple[list, tuple | None]] = [
+        ([("conv", "encoder/conv_in", config.in_channels, dims[0])], None)
+    ]
     count = 0  # a plain encoder numbers all layers of all levels in one list
     for level, (c_in, c_out) in enumerate(zip(dims, dims[1:], strict=False)):
         down = level < len(config.dim_mult) - 1
@@ -230,7 +232,7 @@ def _decoder(config):
     """Return [(layers, shortcut or None)] of the decoder."""
     base = config.decoder_base_dim or config.base_dim
     dims = [base * m for m in (config.dim_mult[-1], *config.dim_mult[::-1])]
-    groups = [
+    groups: list[tuple[list, tuple | None]] = [
         ([("conv", "decoder/conv_in", config.z_dim, dims[0])], None),
         (_mid("decoder", dims[0]), None),
     ]
@@ -273,7 +275,10 @@ def _head(root, c_in, c_out):
 def _shapes(config):
     """Return {path: shape} of every parameter."""
     z = config.z_dim
-    kernels = {"quant_conv": (1, 1, 1, 2 * z, 2 * z), "post_quant_conv": (1, 1, 1, z, z)}
+    kernels: dict[str, tuple[int, ...]] = {
+        "quant_conv": (1, 1, 1, 2 * z, 2 * z),
+        "post_quant_conv": (1, 1, 1, z, z),
+    }
     gammas = {}
     for layers, _ in _encoder(config) + _decoder(config):
         for kind, name, c_in, c_out in layers:
@@ -363,7 +368,7 @@ def _run(groups, params, carry, x):
     return x, carry
 
 
-def _conv(params, name, x, *, stride=(1, 1), padding="SAME"):
+def _conv(params, name, x, *, stride=(1, 1), padding: str | tuple = "SAME"):
     """Convolve x_BTHWC with (time, space) strides; only space is padded.
 
     Frames under the temporal taps are stacked on channels, which makes it one 2D convolution.
