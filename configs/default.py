@@ -76,6 +76,14 @@ def get_config(preset: str = "") -> ConfigDict:
     c.kl = ConfigDict(dict(kind="g2h", high=0.0, low=0.0))  # weights; kinds g2, g2h, v_mse, x_mse
     c.guard = False  # GRPO-Guard
     c.recompute_old_logp = False
+    # ---- DiffusionNFT (algorithm = "nft") ----
+    c.nft = ConfigDict()
+    c.nft.timesteps = 2  # trained timesteps of a sample per expert
+    c.nft.beta = 0.1  # how far the mirrored policies lie from old
+    c.nft.mode = "all"  # all, positive_only, negative_only, one_only, binary
+    c.nft.old_decay = 1  # 0 on-policy, 1 default, 2 nearly frozen after 75 updates
+    c.nft.ema_decay = 0.9  # cap of the evaluation average
+    c.nft.train_guidance = False  # allow guidance other than 1
     # ---- optimizers ----
     c.optim = ConfigDict(dict(high=_optim(), low=_optim()))
     # ---- evaluation and samples ----

@@ -39,7 +39,7 @@ def generate(setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first
         rows = np.minimum(
             np.arange(first, first + size), count - 1
         )  # the last batch keeps its shape
-        x0 = _sample(
+        x0 = states.sample_latents(
             policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
             jnp.asarray(rows + first_id), setup=setup,
         )  # fmt: skip
@@ -77,17 +77,6 @@ def load_model(
     params, model = weights.load(path, mesh=mesh, dtype=jnp.dtype(param_dtype))
     run = dataclasses.replace(model.wan, dtype=dtype, attention=attention, remat=remat)
     return params, dataclasses.replace(model, wan=run)
-
-
-@functools.partial(jax.jit, static_argnames=("setup",))
-def _sample(policy, ctx_BSE, uncond_1SE, key, ids, *, setup):
-    uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ids), *uncond_1SE.shape[1:]))
-    velocities = {
-        expert: states.velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE)
-        for expert, (params, adapter) in policy.items()
-    }
-    x = sampler.initial_noise(key, ids, states.latent_shape(setup))
-    return sampler.sample(velocities, x, setup.sampling.schedule, solver=setup.sampling.solver)
 
 
 def main(argv=None) -> None:

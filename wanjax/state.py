@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from wanjax import optim, sampler, schedule, trees
+from wanjax import advantages, optim, sampler, schedule, sharding, trees
 from wanjax.models import lora, presets, vae, wan
+
+AVERAGES = ("old", "ema")  # kept beside the trained weights by some algorithms
 
 
 class State(struct.PyTreeNode):
@@ -146,20 +148,47 @@ def replace_trainable(state: State, setup: Setup, trees_by_expert: dict) -> Stat
     return state.replace(params={**state.params, "student": student})
 
 
-def rollout_params(state: State, adapter: str = "default") -> dict:
-    """{expert: (params, adapter tree or {})}: the policy that samples."""
-    adapters = state.adapters.get(adapter, {})
-    return {e: (params, adapters.get(e, {})) for e, params in state.params["student"].items()}
+def rollout_params(state: State, name: str = "default") -> dict:
+    """{expert: (params, adapter tree or {})} of the policy `name`: what sampler, loss and export
+    use.
+
+    With adapters, `name` is one of them over the frozen base. With full weights it is a role: the
+    trained student for "default", or an average kept beside it ("old", "ema").
+    """
+    if state.adapters:
+        adapters = state.adapters[name]
+        return {e: (params, adapters.get(e, {})) for e, params in state.params["student"].items()}
+    student = state.params["student"]
+    policy = student if name == "default" else {**student, **state.params[name]}
+    return {expert: (params, {}) for expert, params in policy.items()}
+
+
+def average(state: State, name: str, tree: dict) -> State:
+    """State with the average `name` (as "old" or "ema") replaced, {expert: tree} like
+    `trainable`."""
+    if state.adapters:
+        return state.replace(adapters={**state.adapters, name: tree})
+    return state.replace(params={**state.params, name: tree})
+
+
+def averaged(state: State, name: str) -> dict:
+    """{expert: tree} of the average `name`."""
+    return state.adapters[name] if state.adapters else state.params[name]
 
 
 def saved(state: State, setup: Setup) -> dict:
-    """The part of the state that a checkpoint holds: all but frozen weights."""
-    return {"step": state.step, "trained": trainable(state, setup), "opt": state.opt}
+    """The part of the state that a checkpoint holds: all but the weights that were loaded."""
+    kept = {"step": state.step, "trained": trainable(state, setup), "opt": state.opt}
+    source = state.adapters or state.params
+    return kept | {name: source[name] for name in AVERAGES if name in source}
 
 
 def with_saved(state: State, setup: Setup, tree: dict) -> State:
     """Invert `saved` on a fresh state."""
     state = replace_trainable(state, setup, tree["trained"])
+    for name in AVERAGES:
+        if name in tree:
+            state = average(state, name, tree[name])
     return state.replace(step=tree["step"], opt=tree["opt"])
 
 
@@ -168,6 +197,56 @@ def velocity(setup: Setup, expert: str, params, adapter, ctx_BSE, uncond_BSE):
     run = lambda x, t_B, ctx: wan.denoise(params, adapter, x, t_B, ctx, config=setup.model.wan)
     scale = getattr(setup.sampling.guidance, expert)
     return sampler.cfg(run, scale, ctx_BSE, uncond_BSE, mode=setup.sampling.guidance_mode)
+
+
+@functools.partial(jax.jit, static_argnames=("setup",))
+def sample_latents(policy, ctx_BSE, uncond_1SE, key, ids, *, setup: Setup):
+    """Final latents [B, T, H, W, C] float32 by the ODE solver; sample i depends on (key, ids[i]).
+
+    policy: {expert: (params, adapter)}; ctx_BSE one text context per sample.
+    """
+    x = sampler.initial_noise(key, ids, latent_shape(setup))
+    x = sharding.constrain(x, "batch", None, None, None, None)
+    velocities = policy_velocities(policy, ctx_BSE, uncond_1SE, setup=setup)
+    plan = setup.sampling
+    return sampler.sample(velocities, x, plan.schedule, solver=plan.solver)
+
+
+def policy_velocities(policy, ctx_BSE, uncond_1SE, *, setup: Setup) -> dict:
+    """{expert: guided velocity (x, t_B) -> v} of a policy, for the two-phase sampler."""
+    uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ctx_BSE), *uncond_1SE.shape[1:]))
+    return {
+        expert: velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE)
+        for expert, (params, adapter) in policy.items()
+    }
+
+
+def check_batches(setup: Setup) -> None:
+    """Raise ValueError when samples, updates, rollouts and micro-batches do not divide."""
+    config = setup.algorithm
+    samples = config.group_size * config.prompts_per_step
+    share, rest = divmod(samples, config.updates)
+    if config.group_size < 2:
+        raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
+    if rest:
+        raise ValueError(
+            f"prompts_per_step·group_size = {samples} samples do not divide into config.updates = "
+            f"{config.updates}; change one of them"
+        )
+    if share % config.micro_samples:
+        raise ValueError(
+            f"{share} samples per update do not divide into micro-batches of "
+            f"config.micro_samples = {config.micro_samples}; set it to a divisor of {share}"
+        )
+    if samples % setup.sampling.batch:
+        raise ValueError(
+            f"{samples} samples a step do not divide into rollouts of config.sampling.batch = "
+            f"{setup.sampling.batch}; set it to a divisor of {samples}"
+        )
+    if config.advantage not in advantages.PRESETS:
+        raise ValueError(
+            f"config.advantage is {config.advantage!r}; expected one of {tuple(advantages.PRESETS)}"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -28,6 +28,7 @@ from configs import default
 from convert import lora as convert_lora
 from wanjax import (
     checkpoint,
+    distributed,
     metrics,
     optim,
     report,
@@ -38,13 +39,13 @@ from wanjax import (
     trees,
 )
 from wanjax import state as states
-from wanjax.algorithms import grpo
+from wanjax.algorithms import grpo, nft
 from wanjax.data import prompts as prompt_files
 from wanjax.data import video
 from wanjax.models import presets
 from wanjax.rewards import shapes
 
-ALGORITHMS = {"grpo": grpo}
+ALGORITHMS = {"grpo": grpo, "nft": nft}
 
 
 def main(config, dry_run: bool = False) -> pathlib.Path:
@@ -54,8 +55,13 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     check_keys(config.to_dict(), default.get_config().to_dict())
     run_dir = pathlib.Path(config.workdir) / config.name
     algorithm = _pick(ALGORITHMS, config.algorithm, "config.algorithm")
+    train_prompts, eval_prompts = distributed.everywhere(
+        lambda: (_prompts(config.prompts), _prompts(config.eval.prompts))
+    )
+    facts = {"prompts": train_prompts, "eval.prompts": eval_prompts}
+    facts = {name: distributed.fingerprint(texts) for name, texts in facts.items()}
+    distributed.agree({"config": config.to_dict(), **facts})
     mesh = sharding.make_mesh(dict(config.mesh))
-    train_prompts, eval_prompts = _prompts(config.prompts), _prompts(config.eval.prompts)
     stream = prompt_files.PromptStream(train_prompts, config.prompts_per_step, config.seed)
 
     print(f"model    {config.model.path}", flush=True)
@@ -88,6 +94,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         job = _Job(
             config, setup, run_dir, params["vae"], encode, jnp.asarray(encode([negative])),
             rewards.combine(config.reward), eval_prompts[: config.eval.number],
+            algorithm.EVALUATED,
         )  # fmt: skip
         state = _loop(job, algorithm, state, stream)
         _finish(job, state, started)
@@ -106,6 +113,7 @@ class _Job:
     uncond_1SE: jax.Array
     reward: Callable  # (video, prompts) -> ({name: scores}, info)
     eval_prompts: tuple[str, ...]
+    evaluated: str  # policy that is evaluated and exported
 
 
 def _loop(job: _Job, algorithm, state, stream):
@@ -137,7 +145,8 @@ def _loop(job: _Job, algorithm, state, stream):
             previous = (step, values)
             writer.write(step, {**batch.metrics, **values, **times, **save_times})
             save_times = {}
-            if step + 1 == config.steps or _due(config.save_every, step + 1):
+            stop = distributed.preempted(step) and step + 1 < config.steps
+            if stop or step + 1 == config.steps or _due(config.save_every, step + 1):
                 _check_finite(previous, saved)
                 writer.flush()  # before the checkpoint: a kill in between must not lose lines
                 with metrics.phase(save_times, "checkpoint"):  # told with the next step
@@ -145,6 +154,8 @@ def _loop(job: _Job, algorithm, state, stream):
                     checkpoint.save(job.run_dir, step + 1, states.saved(state, setup), kept)
                     checkpoint.prune(job.run_dir, config.keep_last, config.keep_every)
                 saved = step + 1
+            if stop:
+                raise distributed.NeedsRestart(f"asked to stop; checkpoint {saved} is kept")
     except KeyboardInterrupt:
         writer.say(
             f"stopped; checkpoint {saved} of {config.steps} is kept, "
@@ -167,10 +178,11 @@ def _evaluate(job: _Job, state, step: int, writer=None) -> None:
         if writer:
             writer.write(step, json.loads(path.read_text(encoding="utf-8")))
         return
+    policy = states.rollout_params(state, job.evaluated)
+    ctx_PSE = job.encode(texts)
     videos = sample.generate(
-        job.setup, states.rollout_params(state), job.vae, job.encode(texts), job.uncond_1SE,
-        seed=config.eval.seed,
-    )  # fmt: skip
+        job.setup, policy, job.vae, ctx_PSE, job.uncond_1SE, seed=config.eval.seed
+    )
     scores, info = job.reward(videos, texts)
     total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
     result = {"eval/reward": float(total.mean())}
@@ -204,7 +216,9 @@ def _finish(job: _Job, state, started: float) -> None:
     if job.setup.lora.rank:
         note = {"step": step, "grid": job.config.sampling.grid, "steps": job.config.sampling.steps,
                 "shift": job.setup.sampling.schedule.shift}  # fmt: skip
-        files = convert_lora.to_diffusers(state.adapters["default"], job.run_dir / "export", note)
+        files = convert_lora.to_diffusers(
+            state.adapters[job.evaluated], job.run_dir / "export", note
+        )
         print("adapters " + "  ".join(str(file) for file in files), flush=True)
     records = metrics.read(job.run_dir)
     for record in records:
@@ -262,14 +276,6 @@ def make_setup(config, model: presets.ModelConfig) -> states.Setup:
     strategy = schedule.Strategy(sde.pop("strategy"), **sde)
     if not config.reward:
         raise ValueError("config.reward is empty; set for example config.reward.shapes = 1.0")
-    fields = ("group_size", "prompts_per_step", "advantage", "adv_clip_max", "updates")
-    fields += ("micro_samples", "micro_steps", "mix_experts", "guard", "recompute_old_logp")
-    algorithm = grpo.Config(
-        **{key: config[key] for key in fields},
-        clip=config.clip.to_dict(),
-        kl_kind=config.kl.kind,
-        kl_beta={"high": config.kl.high, "low": config.kl.low},
-    )
     return states.Setup(
         model=model,
         sampling=sampling,
@@ -278,9 +284,23 @@ def make_setup(config, model: presets.ModelConfig) -> states.Setup:
         experts=tuple(config.experts),
         optim={e: optim.OptimConfig(**config.optim[e].to_dict()) for e in config.experts},
         seed=config.seed,
-        algorithm=algorithm,
+        algorithm=_algorithm_config(config),
         rewards={name: weight for name, weight in config.reward.items()},
     )
+
+
+def _algorithm_config(config):
+    """The frozen config of the chosen algorithm: common keys, then its own section."""
+    fields = ("group_size", "prompts_per_step", "advantage", "adv_clip_max", "updates")
+    fields += ("micro_samples", "micro_steps", "mix_experts")
+    common = {key: config[key] for key in fields}
+    beta = {expert: config.kl[expert] for expert in ("high", "low")}
+    if config.algorithm == "nft":
+        return nft.Config(**common, kl_beta=beta, **config.nft.to_dict())
+    return grpo.Config(
+        **common, kl_beta=beta, kl_kind=config.kl.kind, clip=config.clip.to_dict(),
+        guard=config.guard, recompute_old_logp=config.recompute_old_logp,
+    )  # fmt: skip
 
 
 def check_keys(config: dict, known: dict, where: str = "config") -> None:
@@ -377,15 +397,23 @@ def _pick(table: dict, name: str, key: str):
 
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:preset]")
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "host:port of process 0, or auto")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "processes of the run")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "which of them this is, from 0")
+_LOCAL_DEVICES = flags.DEFINE_string("local_devices", "", "GPUs of this process, as 0,1; all")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "check config, model and shapes, then stop")
 
 
 def _command_line(argv) -> None:
     del argv
+    place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
+        distributed.start(*place)
         main(_CONFIG.value, _DRY_RUN.value)
     except (ValueError, FloatingPointError) as error:
-        sys.exit(f"wanjax.train: {error}")
+        distributed.leave(1, f"wanjax.train: {error}")
+    except distributed.NeedsRestart as error:
+        distributed.leave(distributed.RESTART, f"wanjax.train: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -23,6 +23,8 @@ from wanjax import advantages, optim, rewards, sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.losses import grpo as losses
 
+SAMPLED = EVALUATED = "default"
+
 
 @dataclass(frozen=True, eq=False)
 class Config:
@@ -61,29 +63,7 @@ class Batch:
 def check(setup: states.Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
-    samples = config.group_size * config.prompts_per_step
-    share, rest = divmod(samples, config.updates)
-    if config.group_size < 2:
-        raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
-    if rest:
-        raise ValueError(
-            f"prompts_per_step·group_size = {samples} samples do not divide into config.updates = "
-            f"{config.updates}; change one of them"
-        )
-    if share % config.micro_samples:
-        raise ValueError(
-            f"{share} samples per update do not divide into micro-batches of "
-            f"config.micro_samples = {config.micro_samples}; set it to a divisor of {share}"
-        )
-    if samples % setup.sampling.batch:
-        raise ValueError(
-            f"{samples} samples a step do not divide into rollouts of config.sampling.batch = "
-            f"{setup.sampling.batch}; set it to a divisor of {samples}"
-        )
-    if config.advantage not in advantages.PRESETS:
-        raise ValueError(
-            f"config.advantage is {config.advantage!r}; expected one of {tuple(advantages.PRESETS)}"
-        )
+    states.check_batches(setup)
     if config.kl_kind not in losses.KL_KINDS:
         raise ValueError(f"config.kl.kind is {config.kl_kind!r}; expected one of {losses.KL_KINDS}")
     if setup.sde.kind not in sampler.KINDS or setup.sde.kind == "ode":
@@ -124,7 +104,7 @@ def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, r
     steps_W = _window(setup, step)
     slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
-    policy = states.rollout_params(state)
+    policy = states.rollout_params(state, SAMPLED)
     ctx_BSE = jnp.repeat(jnp.asarray(ctx_PSE), K, axis=0)
     pending = []
     for first in range(0, samples, setup.sampling.batch):
@@ -183,11 +163,7 @@ def update(state, setup, batch: Batch):
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots"))
 def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
-    uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ids), *uncond_1SE.shape[1:]))
-    velocities = {
-        expert: states.velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE)
-        for expert, (params, adapter) in policy.items()
-    }
+    velocities = states.policy_velocities(policy, ctx_BSE, uncond_1SE, setup=setup)
     x = sampler.initial_noise(key, ids, states.latent_shape(setup))
     return sampler.rollout(
         velocities, sharding.constrain(x, "batch", None, None, None, None), key, ids,

@@ -1,0 +1,189 @@
+"""DiffusionNFT on a random two-expert model: the invariants of old, ema, routing and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from wanjax import sampler, trees
+from wanjax import state as states
+from wanjax.algorithms import nft
+from wanjax.losses import flow
+from wanjax.losses import nft as losses
+from wanjax.models import presets
+
+
+def _setup(**changes):
+    changes = {"sampling__guidance": presets.Guidance(1.0, 1.0), **changes}
+    setup = tiny.make_setup(**{k: v for k, v in changes.items() if not k.startswith("nft__")})
+    fields = dict(group_size=4, prompts_per_step=2, micro_samples=4)
+    fields |= {k.removeprefix("nft__"): v for k, v in changes.items() if k.startswith("nft__")}
+    return states.Setup(**{**vars(setup), "algorithm": nft.Config(**fields)})
+
+
+def _start(setup):
+    params = tiny.parameters()
+    return nft.init(jax.random.key(0), setup, {e: params[e] for e in ("high", "low")})
+
+
+def _collect(setup, state):
+    ctx, uncond = tiny.contexts()
+    vae = tiny.parameters()["vae"]
+    return nft.collect(state, setup, vae, ["a", "b"], ctx, uncond, tiny.mean_reward)
+
+
+def _stir(tree, scale=0.3):
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    moved = [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, moved)
+
+
+def _equal(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_old_and_ema_start_as_exact_copies(rank):
+    setup = _setup(lora__rank=rank)
+    state = _start(setup)
+    for name in ("old", "ema"):
+        assert _equal(states.averaged(state, name), states.trainable(state, setup))
+
+
+def test_rollouts_follow_old_and_not_the_trained_policy():
+    setup = _setup()
+    state = _start(setup)
+    base = _collect(setup, state).x0_B
+    trained = states.replace_trainable(state, setup, _stir(states.trainable(state, setup)))
+    np.testing.assert_array_equal(_collect(setup, trained).x0_B, base)
+    moved = states.average(state, "old", _stir(states.averaged(state, "old")))
+    assert not np.allclose(_collect(setup, moved).x0_B, base, atol=1e-3)
+
+
+def test_evaluation_reads_ema():
+    setup = _setup()
+    state = _start(setup)
+    state = states.average(state, "ema", _stir(states.averaged(state, "ema")))
+    policy = states.rollout_params(state, nft.EVALUATED)
+    assert _equal(policy["low"][1], states.averaged(state, "ema")["low"])
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_old_and_ema_follow_their_decays(kind):
+    setup = _setup(nft__old_decay=kind, nft__updates=2)
+    state = _start(setup)
+    state = states.average(state, "old", _stir(states.averaged(state, "old")))
+    before = states.averaged(state, "old")
+    after, metrics = nft.update(state, setup, _collect(setup, state))
+    decay = float(losses.old_decay(2, kind))
+    assert metrics["nft/old_decay"] == decay
+    want = trees.lerp(states.trainable(after, setup), before, decay)
+    assert _equal(states.averaged(after, "old"), want)
+    if kind == 0:
+        assert _equal(states.averaged(after, "old"), states.trainable(after, setup))
+    assert not _equal(states.averaged(after, "ema"), states.trainable(after, setup))
+
+
+def test_constant_rewards_move_nothing_without_kl_and_real_ones_do():
+    setup = _setup(nft__kl_beta={"high": 0.0, "low": 0.0})
+    state = _start(setup)
+    batch = _collect(setup, state)
+    flat = nft.Batch(**{**vars(batch), "adv_B": jnp.zeros_like(batch.adv_B)})
+    _, metrics = nft.update(state, setup, flat)
+    assert float(metrics["grad_norm/high"]) <= 1e-6 and float(metrics["grad_norm/low"]) <= 1e-6
+    state = _start(setup)
+    _, metrics = nft.update(state, setup, batch)
+    assert float(metrics["grad_norm/high"]) > 1e-3 and float(metrics["grad_norm/low"]) > 1e-3
+
+
+@pytest.mark.parametrize("experts", [("high",), ("low",)])
+def test_only_the_trained_expert_gets_state_and_gradient(experts):
+    setup = _setup(setup__experts=experts)
+    state = _start(setup)
+    assert set(state.opt) == set(experts) == set(state.adapters["old"])
+    before = jax.tree.map(np.asarray, state.params)
+    after, metrics = nft.update(state, setup, _collect(setup, state))
+    assert {name.rsplit("/", 1)[1] for name in metrics if name.startswith("grad_norm")} == set(
+        experts
+    )
+    assert _equal(after.params, before)
+
+
+def test_timesteps_lie_inside_the_expert_that_is_trained():
+    setup = _setup(nft__timesteps=2)
+    state = _start(setup)
+    data = nft._noised(_collect(setup, state), setup=setup)
+    assert data["high"]["t_BT"].shape == (8, 2)
+    assert float(data["high"]["t_BT"].min()) >= 875.0 > float(data["low"]["t_BT"].max())
+    assert float(data["low"]["t_BT"].min()) > 0
+
+
+@pytest.mark.parametrize("changes", [
+    dict(nft__micro_samples=2), dict(nft__micro_steps=2), dict(nft__mix_experts=True),
+])  # fmt: skip
+def test_updates_do_not_depend_on_how_micro_batches_are_cut(changes):
+    setup = _setup()
+    state = _start(setup)
+    state = states.average(state, "old", _stir(states.averaged(state, "old"), 0.1))
+    batch = _collect(setup, state)
+    _, want = nft.update(state, setup, batch)
+    state = states.average(_start(setup), "old", _stir(states.averaged(_start(setup), "old"), 0.1))
+    _, got = nft.update(state, _setup(**changes), batch)
+    for expert in ("high", "low"):
+        name = f"grad_norm/{expert}"
+        np.testing.assert_allclose(float(got[name]), float(want[name]), rtol=1e-4)
+        name = f"nft/loss/{expert}"
+        np.testing.assert_allclose(float(got[name]), float(want[name]), rtol=1e-4)
+
+
+def _errors(setup, state, batch, expert):
+    """Flow-matching error [B] of the trained policy at the levels that an update trains on."""
+    data = nft._noised(batch, setup=setup)
+    sigma, t = data[expert]["sigma_BT"][:, 0], data[expert]["t_BT"][:, 0]
+    ids = jnp.arange(len(t)) * setup.algorithm.timesteps
+    noise = sampler.initial_noise(data[expert]["key"], ids, batch.x0_B.shape[1:])
+    params, adapter = states.rollout_params(state)[expert]
+    uncond = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    run = states.velocity(setup, expert, params, adapter, batch.ctx_BSE, uncond)
+    v = run(flow.add_noise(batch.x0_B, noise, sigma), t)
+    return np.asarray(flow.flow_error(v, batch.x0_B, noise))
+
+
+def test_an_update_fits_good_samples_and_unfits_bad_ones():
+    """The policy gradient is (2r − 1) times that of flow matching: errors move with the advantage."""
+    setup = _setup(nft__kl_beta={"high": 0.0, "low": 0.0}, nft__timesteps=1, optim__lr=3e-3)
+    state = _start(setup)
+    batch = _collect(setup, state)
+    good = np.arange(8) % 2 == 0
+    batch = nft.Batch(**{**vars(batch), "adv_B": jnp.where(jnp.asarray(good), 3.0, -3.0)})
+    before = {e: _errors(setup, state, batch, e) for e in ("high", "low")}
+    step = state.step
+    for _ in range(5):
+        state, _ = nft.update(state.replace(step=step), setup, batch)
+    for expert, old in before.items():
+        change = _errors(setup, state, batch, expert) - old
+        assert change[good].mean() < 0 < change[~good].mean(), (expert, change)
+
+
+def test_a_batch_of_another_policy_is_refused():
+    setup = _setup()
+    state = _start(setup)
+    batch = _collect(setup, state)
+    with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
+        nft.update(state.replace(step=state.step + 1), setup, batch)
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(sampling__guidance=presets.Guidance(3.0, 1.0)), "config.nft.train_guidance"),
+    (dict(nft__mode="some"), "config.nft.mode is 'some'"),
+    (dict(nft__old_decay=7), "config.nft.old_decay is 7"),
+    (dict(nft__timesteps=5), "config.nft.timesteps is 5 but expert high has 2"),
+    (dict(nft__timesteps=1, nft__micro_steps=2), "not a multiple of config.micro_steps"),
+    (dict(nft__micro_samples=3), "config.micro_samples = 3"),
+])  # fmt: skip
+def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
+    with pytest.raises(ValueError, match=text):
+        nft.check(_setup(**changes))

@@ -1,0 +1,230 @@
+"""DiffusionNFT on one or two experts (2509.16117): forward-process RL on final latents, no log-
+probs.
+
+collect: K clips per prompt by the `old` policy with an ODE solver -> decode -> reward -> advantage.
+update: noise the final latents to the schedule's levels of each trained expert and take `updates`
+optimizer steps of the contrast between the trained, the old and the reference policy; then
+old <- d·old + (1 − d)·default, with d a function of the optimizer steps taken. A separate average
+(`ema`) follows every optimizer step and is what evaluation and export use.
+
+Shapes: P prompts, K group, B samples (P·K), T trained timesteps of a sample and expert, M pairs
+(sample, timestep) a micro-batch.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax import advantages, optim, rewards, sampler, trees
+from wanjax import state as states
+from wanjax.losses import flow, nft
+
+SAMPLED, EVALUATED = "old", "ema"
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
+
+    group_size: int
+    prompts_per_step: int
+    advantage: str = "flow_grpo"
+    adv_clip_max: float = 5.0
+    updates: int = 1  # optimizer steps per rollout, each on its own share of the samples
+    micro_samples: int = 8
+    micro_steps: int = 1
+    mix_experts: bool = False
+    timesteps: int = 2  # trained timesteps of a sample per expert
+    beta: float = 0.1  # nft_beta: how far the mirrored policies lie from old
+    kl_beta: dict = field(default_factory=lambda: dict(high=1e-4, low=1e-4))
+    mode: str = "all"  # advantage -> optimality probability, see losses.nft.MODES
+    old_decay: int = 1  # see losses.nft.OLD_DECAYS
+    ema_decay: float = 0.9  # cap of the evaluation average
+    train_guidance: bool = False  # allow guidance != 1: the loss then sees guided velocities
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Final latents of B samples with their advantages, and the policy version that made them."""
+
+    x0_B: jax.Array
+    ctx_BSE: jax.Array
+    uncond_1SE: jax.Array
+    adv_B: jax.Array
+    version: int
+    metrics: dict
+
+
+def check(setup: states.Setup) -> None:
+    """Raise ValueError for settings that cannot run, before anything is compiled."""
+    config: Config = setup.algorithm
+    states.check_batches(setup)
+    scales = {getattr(setup.sampling.guidance, expert) for expert in setup.model.experts}
+    if scales != {1.0} and not config.train_guidance:
+        raise ValueError(
+            f"NFT samples and trains without guidance but config.guidance is {sorted(scales)}; set "
+            "config.guidance.high and low to 1, or config.nft.train_guidance to True"
+        )
+    if config.mode not in nft.MODES:
+        raise ValueError(f"config.nft.mode is {config.mode!r}; expected one of {nft.MODES}")
+    if config.old_decay not in nft.OLD_DECAYS:
+        raise ValueError(f"config.nft.old_decay is {config.old_decay}; expected 0, 1 or 2")
+    for expert, steps in _ranges(setup).items():
+        if config.timesteps > len(steps):
+            raise ValueError(
+                f"config.nft.timesteps is {config.timesteps} but expert {expert} has "
+                f"{len(steps)} steps of {setup.sampling.schedule.steps}; lower it"
+            )
+    if config.timesteps % config.micro_steps:
+        raise ValueError(
+            f"config.nft.timesteps = {config.timesteps} is not a multiple of config.micro_steps = "
+            f"{config.micro_steps}; set it to a divisor"
+        )
+
+
+def init(key, setup: states.Setup, params: dict) -> states.State:
+    """State at step 0: old and ema are exact copies of the trained tree."""
+    keep = any(setup.algorithm.kl_beta.values())
+    state = states.init(key, setup, params, keep_reference=keep)
+    copy = lambda: jax.tree.map(jnp.copy, states.trainable(state, setup))
+    return states.average(states.average(state, "old", copy()), "ema", copy())
+
+
+def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, reward: Callable):
+    """Sample K clips per prompt by the old policy, score them and form advantages; returns a
+    Batch."""
+    config: Config = setup.algorithm
+    step, K, size = int(state.step), config.group_size, setup.sampling.batch
+    key = jax.random.fold_in(jax.random.key(setup.seed), step)
+    policy = states.rollout_params(state, SAMPLED)
+    ctx_BSE = jnp.repeat(jnp.asarray(ctx_PSE), K, axis=0)
+    latents = [
+        states.sample_latents(
+            policy, ctx_BSE[first : first + size], uncond_1SE, key,
+            jnp.arange(first, first + size), setup=setup,
+        )
+        for first in range(0, len(prompts) * K, size)
+    ]  # fmt: skip
+    videos = [states.decode(vae_params, x0, config=setup.model.vae) for x0 in latents]
+    texts = [prompt for prompt in prompts for _ in range(K)]
+    scores_MPK, metrics = rewards.score(videos, texts, reward, setup.rewards, group=K, step=step)
+    weights = list(setup.rewards.values())
+    adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
+    adv_B = jnp.asarray(adv_PK.reshape(-1), jnp.float32)
+    return Batch(jnp.concatenate(latents), ctx_BSE, uncond_1SE, adv_B, step, metrics)
+
+
+def update(state, setup, batch: Batch):
+    """Take config.updates optimizer steps per expert, then move old; returns (state, metrics)."""
+    config: Config = setup.algorithm
+    if batch.version != int(state.step):
+        raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
+    order = np.random.default_rng((setup.seed, batch.version)).permutation(len(batch.adv_B))
+    data = _noised(batch, setup=setup)
+    slots = {expert: list(range(config.timesteps)) for expert in setup.experts}
+    collected = []
+    for number, share in enumerate(np.split(order, config.updates)):
+        index_sets = optim.micro_batches(
+            slots, np.sort(share), micro_samples=config.micro_samples,
+            micro_steps=config.micro_steps, mix=config.mix_experts,
+        )  # fmt: skip
+        for index in index_sets:
+            trained, opt, metrics = _minibatch(
+                {e: states.trainable(state, setup)[e] for e in index},
+                {e: state.opt[e] for e in index},
+                {e: states.frozen(state, setup)[e] for e in index},
+                {e: states.averaged(state, "old")[e] for e in index},
+                data, index, setup=setup,
+            )  # fmt: skip
+            state = states.replace_trainable(state, setup, trained)
+            state = state.replace(opt={**state.opt, **opt})
+            collected.append(metrics)
+        taken = batch.version * config.updates + number + 1  # optimizer steps, this one included
+        decay = float(nft.evaluation_decay(taken, config.ema_decay))
+        state = _follow(state, setup, "ema", decay)
+    taken = (batch.version + 1) * config.updates
+    decay = float(nft.old_decay(taken, config.old_decay))
+    state = _follow(state, setup, "old", decay)
+    metrics = optim.merge_metrics(collected) | {"nft/old_decay": decay}
+    return state.replace(step=state.step + 1), metrics
+
+
+def _follow(state, setup, name: str, decay: float):
+    """average <- decay·average + (1 − decay)·trained; exactly the trained tree at decay 0."""
+    moved = trees.lerp(states.trainable(state, setup), states.averaged(state, name), decay)
+    return states.average(state, name, moved)
+
+
+@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
+def _minibatch(trained, opt, frozen, old, data, index, *, setup):
+    """One optimizer step for each expert in `index`."""
+
+    def loss(trained, pairs):
+        parts = {
+            expert: _pair_loss(
+                trained[expert], frozen[expert], old[expert], data, *pairs[expert],
+                setup=setup, expert=expert,
+            )
+            for expert in pairs
+        }  # fmt: skip
+        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+
+    return optim.step(loss, trained, opt, index, setup.optim)
+
+
+def _pair_loss(trained, frozen, old, data, slot_M, sample_M, *, setup, expert):
+    """Loss and scalar statistics of M (timestep, sample) pairs, all of one expert."""
+    config: Config = setup.algorithm
+    levels = data[expert]
+    sigma_M, t_M = levels["sigma_BT"][sample_M, slot_M], levels["t_BT"][sample_M, slot_M]
+    x0, ctx = data["x0_B"][sample_M], data["ctx_BSE"][sample_M]
+    pair_id = sample_M * config.timesteps + slot_M
+    noise = sampler.initial_noise(levels["key"], pair_id, x0.shape[1:])
+    x_t = flow.add_noise(x0, noise, sigma_M)
+    uncond = jnp.broadcast_to(data["uncond_1SE"], (x0.shape[0], *data["uncond_1SE"].shape[1:]))
+
+    def velocity(params, adapter):
+        return states.velocity(setup, expert, params, adapter, ctx, uncond)(x_t, t_M)
+
+    v_new = velocity(frozen, trained) if setup.lora.rank else velocity(trained, {})
+    v_old = velocity(frozen, old) if setup.lora.rank else velocity(old, {})
+    v_ref = velocity(frozen, {}) if config.kl_beta[expert] else None
+    loss, aux = nft.nft_loss(
+        v_new, v_old, v_ref, x0, x_t, sigma_M, data["adv_B"][sample_M],
+        nft_beta=config.beta, kl_beta=config.kl_beta[expert],
+        adv_clip_max=config.adv_clip_max, mode=config.mode,
+    )  # fmt: skip
+    return loss, {f"nft/{name}": value for name, value in aux.items()}
+
+
+def _noised(batch: Batch, *, setup) -> dict:
+    """Arrays that pairs gather from: latents, contexts and each expert's drawn levels [B, T]."""
+    config, plan = setup.algorithm, setup.sampling.schedule
+    data: dict = {
+        "x0_B": batch.x0_B,
+        "ctx_BSE": batch.ctx_BSE,
+        "uncond_1SE": batch.uncond_1SE,
+        "adv_B": batch.adv_B,
+    }
+    base = jax.random.fold_in(jax.random.key(setup.seed + 1), batch.version)
+    ids = jnp.arange(len(batch.adv_B))
+    for number, (expert, steps) in enumerate(_ranges(setup).items()):
+        key = jax.random.fold_in(base, number)
+        chosen = nft.stratified_steps(key, ids, config.timesteps, steps.start, steps.stop)
+        data[expert] = {
+            "sigma_BT": jnp.asarray(plan.sigmas, jnp.float32)[chosen],
+            "t_BT": jnp.asarray(plan.timesteps, jnp.float32)[chosen],
+            "key": jax.random.fold_in(key, 1),
+        }
+    return data
+
+
+def _ranges(setup) -> dict[str, range]:
+    """Trained expert -> its steps of the schedule; every step has σ > 0, so none is wasted."""
+    plan = setup.sampling.schedule
+    edges = {"high": range(0, plan.high_steps), "low": range(plan.high_steps, plan.steps)}
+    return {expert: edges[expert] for expert in setup.experts}
