@@ -10,9 +10,9 @@ from configs import default
 
 
 def get_config(preset: str = ""):
-    """Presets: "" = the quickstart, "control" = the same with rewards shuffled over the samples."""
-    if preset not in ("", "control"):
-        raise ValueError(f"preset {preset!r} is unknown; quickstart has '' and 'control'")
+    """The quickstart has no presets."""
+    if preset:
+        raise ValueError(f"preset {preset!r} is unknown; quickstart has none")
     c = default.get_config()
     c.name = "quickstart"
     c.model.path = "tinywan22"
