@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 LEVELS = {
-    0: ("wanjax.trees", "wanjax.sharding"),
+    0: ("wanjax.trees", "wanjax.sharding", "wanjax.distributed"),
     1: ("wanjax.models",),
     2: ("wanjax.schedule", "wanjax.sampler", "wanjax.advantages", "wanjax.losses"),
     3: ("wanjax.rewards", "wanjax.state", "wanjax.optim"),
