@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from configs import default, quickstart
+from convert import lora as convert_lora
 from tests import tiny
-from wanjax import checkpoint, metrics, train
+from wanjax import checkpoint, export, metrics, sample, train, trees
 from wanjax.algorithms import grpo
 
 
@@ -205,3 +206,22 @@ def test_the_command_line_reports_errors_in_one_line(model, tmp_path):
             [*command, *flags], cwd=root, capture_output=True, text=True, timeout=120
         )
         assert done.returncode != 0 and text in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("dialect", ["diffusers", "comfyui", "kohya", "diffsynth"])
+def test_a_run_exports_its_adapters_in_every_dialect(whole, model, tmp_path, dialect):
+    paths = export.export(whole, dialect, tmp_path)
+    assert len(paths) == 2 and all("run_" in path.name for path in paths)
+    _, config = sample.load_model(model)
+    again = convert_lora.load(paths, config)
+    tree = _arrays(whole)
+    for expert in ("high", "low"):
+        for path, leaf in trees.flatten(again[expert]).items():
+            if not path.endswith("scale"):
+                want = tree[f"trained/{expert}/{path}"]
+                np.testing.assert_allclose(leaf, want, rtol=1e-6, atol=1e-7)
+
+
+def test_exporting_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        export.export(tmp_path, "diffusers", tmp_path)

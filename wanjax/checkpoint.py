@@ -91,6 +91,15 @@ def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), body["meta"]
 
 
+def abstract(run_dir, step: int) -> dict[str, Any]:
+    """Shapes and dtypes {path: ShapeDtypeStruct} of a checkpoint, enough to restore it whole."""
+    folder = pathlib.Path(run_dir) / "checkpoints" / _name(step)
+    body = _read_manifest(folder)
+    if body is None:
+        raise ValueError(f"{folder} is no finished checkpoint (no valid {_MANIFEST})")
+    return {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in body["leaves"].items()}
+
+
 def prune(run_dir, keep_last: int, keep_every: int = 0) -> None:
     """Delete all but the newest `keep_last` steps and the multiples of `keep_every` (0: none)."""
     if keep_last < 1:

@@ -1,0 +1,67 @@
+"""Write what a run has trained: adapter files in any dialect, or a whole model folder.
+
+    python -m wanjax.export runs/quickstart --format comfyui --out adapters
+    python -m wanjax.export runs/full --format diffusers --out model      (a run of full weights)
+
+The newest good checkpoint is read; of algorithms that keep an evaluation average, the average is
+written.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from convert import lora, weights
+from wanjax import checkpoint, trees
+
+
+def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
+    """Write a run's adapters, or its full weights as a diffusers folder; returns the paths.
+
+    Raises ValueError when the folder holds no run or no good checkpoint.
+    """
+    run_dir = pathlib.Path(run_dir)
+    if not (run_dir / "config.json").is_file():
+        raise ValueError(
+            f"{run_dir} holds no run (no config.json); give a folder such as runs/NAME"
+        )
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    step = checkpoint.latest_good(run_dir) if step is None else step
+    if step is None:
+        raise ValueError(f"{run_dir} has no good checkpoint yet; let the run reach its first one")
+    flat, _ = checkpoint.restore(run_dir, step, checkpoint.abstract(run_dir, step))
+    state = trees.unflatten(flat)
+    trained = state.get("ema", state["trained"])
+    if config["lora"]["rank"]:
+        note = {"step": str(step), "run": run_dir.name}
+        note |= {key: str(config["sampling"][key]) for key in ("grid", "steps", "shift")}
+        return lora.write(lora.of_trees(trained, note), out, dialect, stem=run_dir.name)
+    if dialect != "diffusers":
+        raise ValueError(
+            f"the run trained full weights: they become a diffusers folder, not {dialect}; "
+            "use --format diffusers, then python -m convert.weights for other layouts"
+        )
+    params, model = weights.load(config["model"]["path"])
+    weights.save_diffusers({**params, **trained}, model, out)
+    return [pathlib.Path(out)]
+
+
+def main(argv=None) -> None:
+    """Command line: RUN --format F --out DIR [--step N]."""
+    parser = argparse.ArgumentParser(prog="python -m wanjax.export", description="Export a run.")
+    parser.add_argument("run", help="run folder, such as runs/quickstart")
+    parser.add_argument("--format", default="diffusers", choices=sorted(lora.DIALECTS))
+    parser.add_argument("--out", help="folder to write; default: RUN/export/FORMAT")
+    parser.add_argument("--step", type=int, help="checkpoint to read; default: the newest good one")
+    args = parser.parse_args(argv)
+    out = args.out or pathlib.Path(args.run) / "export" / args.format
+    try:
+        paths = export(args.run, args.format, out, args.step)
+    except ValueError as error:
+        sys.exit(f"wanjax.export: {error}")
+    print("\n".join(map(str, paths)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
