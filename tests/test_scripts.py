@@ -91,6 +91,6 @@ def test_an_old_python_is_refused_in_one_line(project):
 def test_shell_scripts_are_short_strict_and_parse(path):
     text = path.read_text()
     assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) <= (80 if path.parent.name == "launch" else 60)
     subprocess.run(["bash", "-n", path], check=True)
     assert os.access(path, os.X_OK)
