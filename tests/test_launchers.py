@@ -6,6 +6,7 @@ leaves this machine; the processes of local.sh are real.
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -93,8 +94,8 @@ CASES = [
     ("tpu_mig.sh", {"WORKER": "1"}, ["logs"], 1),
     ("tpu_mig.sh", {}, ["delete"], 3),
     ("gke_xpk.sh", {}, ["cluster"], 1),
-    ("gke_xpk.sh", {"DEVICE": "h100-mega-80gb-8", "COUNT": "4"}, ["run", *PLAIN], 1),
-    ("gke_xpk.sh", {"DEVICE": "tpu7x-4x4x4", "COUNT": "2"}, ["run", *PLAIN], 1),
+    ("gke_xpk.sh", {"DEVICE": "h100-mega-80gb-8", "COUNT": "4"}, ["run", *PLAIN], 2),
+    ("gke_xpk.sh", {"DEVICE": "tpu7x-4x4x4", "COUNT": "2"}, ["run", *PLAIN], 2),
     ("gke_xpk.sh", {}, ["status"], 1),
     ("gke_xpk.sh", {}, ["logs"], 1),
     ("gke_xpk.sh", {"PROJECT": "p"}, ["delete"], 1),
@@ -121,6 +122,15 @@ def test_a_dry_run_prints_what_is_then_executed(desk, script, settings, args, co
     (desk.folder / "printed").write_text(printed)
     code, _, _, pasted = desk.run(["bash", "-e", "printed"], **needed)
     assert code == 0 and pasted == really
+
+
+def test_every_command_of_the_guide_is_an_action_of_its_launcher():
+    guide = (LAUNCH / "README.md").read_text()
+    found = re.findall(r"scripts/launch/(\w+\.sh) (?:--dry_run )?(\w+)", guide)
+    scripts = {path.name: path.read_text() for path in LAUNCH.glob("*.sh")}
+    assert {name for name, _ in found} == {*scripts} - {"common.sh"}
+    for name, action in found:
+        assert re.search(rf"\b{action}( \|.*)?\)|= {action} \]", scripts[name]), (name, action)
 
 
 @pytest.mark.parametrize("script", [p.name for p in LAUNCH.glob("*.sh") if p.name != "common.sh"])

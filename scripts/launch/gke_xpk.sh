@@ -9,7 +9,7 @@ CLUSTER=${CLUSTER:-wanjax} ZONE=${ZONE:-us-east5-b}
 PROJECT=${PROJECT:-}            # empty: that of gcloud config
 DEVICE=${DEVICE:-v6e-32}        # TPU as v6e-32 or tpu7x-4x4x4; GPU as h100-mega-80gb-8 or h200-141gb-8
 COUNT=${COUNT:-1}               # slices of a TPU, machines of a GPU
-BASE=${BASE:-python:3.12}       # image that the working tree is added to
+BASE=${BASE:-python:3.12}       # image that the committed files are added to
 CAPACITY=${CAPACITY:---spot}    # of a new cluster: --spot, --on-demand or --reservation=NAME
 RESTARTS=${RESTARTS:-50}
 GRACE=${GRACE:-300}             # seconds to save in after SIGTERM
@@ -25,17 +25,24 @@ case $DEVICE in
 esac
 for flag in "${FLAGS[@]}"; do
   # xpk writes the command into YAML and a shell reads it there: only plain words come through unchanged.
-  [[ $flag =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || fail "flag '$flag' has letters that xpk would change; set it in a config file"
+  [[ $flag =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] ||
+    fail "flag '$flag' has letters that xpk would change; set it in a config file"
 done
 case $ACTION in
   cluster) run xpk cluster create "${where[@]}" "${device[@]}" "$CAPACITY" ;;
   run)
     train=(python -u -m wanjax.train "${place[@]}" "${FLAGS[@]}")
-    run xpk workload create "--workload=$NAME" "${where[@]}" "${device[@]}" "--base-docker-image=$BASE" --script-dir=. \
+    source=${TMPDIR:-/tmp}/wanjax-source # a clean copy: .venv and runs/ stay out of the image
+    run rm -rf "$source"
+    run git clone -q --depth=1 "file://$PWD" "$source"
+    run xpk workload create "--workload=$NAME" "${where[@]}" "${device[@]}" \
+      "--base-docker-image=$BASE" "--script-dir=$source" \
       "--max-restarts=$RESTARTS" "--termination-grace-period-seconds=$GRACE" "--priority=$PRIORITY" \
       "--command=pip install -q -e .[$EXTRA] && ${train[*]}" ;;
   status) run xpk workload list "${where[@]}" "--filter-by-job=$NAME" ;;
-  logs) run kubectl logs "--selector=jobset.sigs.k8s.io/jobset-name=$NAME" --prefix --tail=100 --max-log-requests=512 ;;
+  logs)
+    pods=jobset.sigs.k8s.io/jobset-name=$NAME
+    run kubectl logs "--selector=$pods" --prefix --tail=100 --max-log-requests=512 ;;
   delete) run xpk workload delete "--workload=$NAME" "${where[@]}" --force ;;
   *) fail "action is '$ACTION', expected cluster, run, status, logs or delete" ;;
 esac

@@ -16,7 +16,8 @@ LOGS=${LOGS:-runs/slurm}        # folder that all machines see, as is this check
 source "$(dirname "$0")/common.sh" "$@"
 case $ACTION in
   run)
-    options=("--job-name=$NAME" "--nodes=$NODES" "--ntasks-per-node=$GPUS" "--gpus-per-node=$GPUS" "--cpus-per-task=$CPUS")
+    options=("--job-name=$NAME" "--nodes=$NODES" "--cpus-per-task=$CPUS")
+    options+=("--ntasks-per-node=$GPUS" "--gpus-per-node=$GPUS")
     options+=("--time=$TIME" "--signal=TERM@$GRACE" --requeue --open-mode=append "--output=$LOGS/$NAME-%j.log")
     [ -z "$PARTITION" ] || options+=("--partition=$PARTITION")
     [ -z "$ACCOUNT" ] || options+=("--account=$ACCOUNT")

@@ -56,9 +56,13 @@ case $ACTION in
     done ;;
   run)
     line=$(remote_train --coordinator=auto "${FLAGS[@]}")
-    for node in "${nodes[@]}"; do start "${vm[@]}" ssh "$node" "${where[@]}" --worker=all "--command=$line"; done
+    for node in "${nodes[@]}"; do
+      start "${vm[@]}" ssh "$node" "${where[@]}" --worker=all "--command=$line"
+    done
     finish ;;
-  logs) run "${vm[@]}" ssh "${nodes[0]}" "${where[@]}" "--worker=$WORKER" '--command=tail -n 100 wanjax/logs/train.log' ;;
+  logs)
+    run "${vm[@]}" ssh "${nodes[0]}" "${where[@]}" "--worker=$WORKER" \
+      '--command=tail -n 100 wanjax/logs/train.log' ;;
   delete) run "${queue[@]}" delete "$NAME" "${where[@]}" --force --quiet ;;
   *) fail "action is '$ACTION', expected create, setup, run, logs or delete" ;;
 esac
