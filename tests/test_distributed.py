@@ -242,7 +242,7 @@ def test_a_preempted_run_saves_the_step_it_was_in(tmp_path, monkeypatch):
     model = tiny.save_model(tmp_path / "model")
     monkeypatch.setattr(distributed, "preempted", lambda step: step == 0)
     with pytest.raises(distributed.NeedsRestart, match="checkpoint 1 is kept"):
-        train.main(tiny.make_config(model, tmp_path, save_every=100))
+        train.main(tiny.make_config(model, tmp_path, save_every=100, eval__prompts=""))
     assert checkpoint.latest_good(tmp_path / "run") == 1
 
 
