@@ -17,7 +17,7 @@ LEVELS = {
     5: ("wanjax.algorithms",),
     6: ("wanjax.train", "wanjax.sample", "wanjax.plan", "wanjax.doctor", "wanjax.export"),
 }
-ENTRY_POINTS = (*LEVELS[6], "wanjax.report", "configs")  # these see ml_collections
+ENTRY_POINTS = (*LEVELS[6], "wanjax.report", "configs", "scripts.bench")  # see ml_collections
 PURE = LEVELS[2]  # arrays and functions in, arrays out: no models
 SKIPPED = {"__pycache__", "runs", "build", "dist", "wandb"}
 

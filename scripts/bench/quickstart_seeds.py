@@ -23,7 +23,7 @@ from wanjax.rewards import shapes
 
 
 def shuffled(video_BTHWC, prompts, meta=None):
-    """The shapes reward with its scores permuted over the batch; the parts stay with their clips."""
+    """The shapes reward, its scores permuted over the batch; the parts stay with their clips."""
     scores, info = shapes.reward(video_BTHWC, prompts, meta)
     seed = zlib.crc32(np.ascontiguousarray(video_BTHWC))
     return np.random.default_rng(seed).permutation(scores), info

@@ -153,7 +153,7 @@ def _errors(setup, state, batch, expert):
 
 
 def test_an_update_fits_good_samples_and_unfits_bad_ones():
-    """The policy gradient is (2r − 1) times that of flow matching: errors move with the advantage."""
+    """The policy gradient is (2r − 1) times flow matching: errors move against the advantage."""
     setup = _setup(nft__kl_beta={"high": 0.0, "low": 0.0}, nft__timesteps=1, optim__lr=3e-3)
     state = _start(setup)
     batch = _collect(setup, state)
