@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch_params
 import transformers
 from PIL import Image
 
+from tests.models import torch_params
 from wanjax import trees
 from wanjax.models import clip
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch_params
 
+from tests.models import torch_params
 from wanjax import trees
 from wanjax.models import vae
 
