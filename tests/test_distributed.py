@@ -16,7 +16,7 @@ import time
 import pytest
 
 from tests import tiny
-from wanjax import checkpoint, distributed, train
+from wanjax import checkpoint, distributed, metrics, train
 from wanjax.distributed import Place
 
 SLURM = {
@@ -293,7 +293,7 @@ def pair(commands):
     started = time.monotonic()
     processes = [subprocess.Popen(command, env=env, **pipes) for command in commands]
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -353,3 +353,27 @@ def test_the_trainer_refuses_processes_with_other_configs_before_loading_a_model
     for output in outputs:
         assert "wanjax.train: the processes of this run disagree: config.seed is 0 on" in output
         assert "7 on process 1" in output and "model  " not in output
+
+
+TRAIN = textwrap.dedent("""
+    import sys
+    from tests import tiny
+    from wanjax import distributed, train
+    port, rank, model, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    distributed.start(f"127.0.0.1:{port}", 2, rank, timeout=60)
+    train.main(tiny.make_config(model, out))
+""")
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(port, tmp_path):
+    model = tiny.save_model(tmp_path)
+    alone = train.main(tiny.make_config(model, tmp_path / "alone"))
+    command = [sys.executable, "-c", TRAIN, str(port)]
+    codes, outputs, _ = pair([[*command, str(i), model, str(tmp_path / "pair")] for i in (0, 1)])
+    assert codes == [0, 0], outputs
+    both = metrics.read(tmp_path / "pair" / "run")
+    for one, two in zip(metrics.read(alone), both, strict=True):
+        for name in ("reward/mean", "grad_norm/high", "grad_norm/low"):
+            assert two[name] == pytest.approx(one[name], rel=2e-2), name
+    assert (tmp_path / "pair/run/report.html").exists() and "report  " not in outputs[1]

@@ -12,7 +12,7 @@ import numpy as np
 from configs import default
 from convert import weights
 from scripts import tiny_tokenizer
-from wanjax import optim, schedule
+from wanjax import optim, schedule, trees
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.models import presets, umt5, vae, wan
@@ -55,13 +55,25 @@ MODEL = presets.ModelConfig(
 
 @functools.cache
 def parameters(seed: int = 0, model: presets.ModelConfig = MODEL) -> dict:
-    """Random parameters of every component."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    experts = {e: wan.init(k, model.wan) for e, k in zip(model.experts, keys[:2], strict=False)}
+    """Random parameters of every component, drawn by numpy (compiling the draws takes longer)."""
+    rng = np.random.default_rng(seed)
+
+    def draw(init, config):
+        shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
+        return trees.map_paths(lambda path, leaf: jnp.asarray(fill(path, leaf.shape)), shapes)
+
+    def fill(path, shape):
+        if path.endswith(("/scale", "gamma")):
+            return np.ones(shape, np.float32)
+        if path.endswith("/bias"):
+            return np.zeros(shape, np.float32)
+        fan_in = np.prod(shape[-4:-1]) if "embedding" not in path.split("/")[-1] else 1
+        return (rng.normal(size=shape) / np.sqrt(fan_in)).astype(np.float32)
+
     return {
-        **experts,
-        "vae": vae.init(keys[2], model.vae),
-        "text_encoder": umt5.init(keys[3], model.text),
+        **{expert: draw(wan.init, model.wan) for expert in model.experts},
+        "vae": draw(vae.init, model.vae),
+        "text_encoder": draw(umt5.init, model.text),
     }
 
 

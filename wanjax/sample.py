@@ -21,7 +21,7 @@ import numpy as np
 
 from convert import lora as convert_lora
 from convert import weights
-from wanjax import sampler, schedule
+from wanjax import sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.data import text, video
 from wanjax.models import lora, presets, umt5
@@ -44,7 +44,7 @@ def generate(setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first
             jnp.asarray(rows + first_id), setup=setup,
         )  # fmt: skip
         videos.append(states.decode(vae_params, x0, config=setup.model.vae))
-    return np.concatenate([np.asarray(v) for v in videos])[:count]
+    return np.concatenate([sharding.fetch(v) for v in videos])[:count]
 
 
 def make_encoder(model: presets.ModelConfig, params: dict, prompts):
@@ -62,10 +62,11 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
 
     def encode(prompts):
         ctx_PSE = text.encode_prompts(
-            lambda ids, mask: run(params["text_encoder"], ids, mask).astype(jnp.float32),
+            lambda ids, mask: sharding.fetch(run(params["text_encoder"], ids, mask)),
             tokenizer, prompts, length=model.wan.text_len, cache=cache,
         )  # fmt: skip
-        return np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
+        ctx_PSE = np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
+        return ctx_PSE.astype(np.float32)
 
     return encode
 

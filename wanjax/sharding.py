@@ -10,6 +10,7 @@ import math
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -85,6 +86,13 @@ def constrain(x, *logical: str | None):
     if not mesh_shape():
         return x
     return jax.lax.with_sharding_constraint(x, spec(*logical))
+
+
+def fetch(x) -> np.ndarray:
+    """The whole array on every host, also when its pieces lie on several."""
+    if jax.process_count() == 1 or not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

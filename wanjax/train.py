@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
 from configs import default
@@ -85,8 +86,9 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
             print("dry run: config, model and shapes fit; nothing was written", flush=True)
             return run_dir
         checkpoint.claim(run_dir, config.to_dict(), config.resume)
-        (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
-        checkpoint.write_json(run_dir / "facts.json", _facts(config, setup, state, mesh))
+        if jax.process_index() == 0:
+            (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
+            checkpoint.write_json(run_dir / "facts.json", _facts(config, setup, state, mesh))
         state = _restore(run_dir, state, setup, stream)
         negative = config.negative_prompt
         negative = model.sampling.negative_prompt if negative == "default" else negative
@@ -174,7 +176,8 @@ def _evaluate(job: _Job, state, step: int, writer=None) -> None:
         return
     config, texts = job.config, list(job.eval_prompts)
     path = job.run_dir / "evals" / f"step_{step:06d}.json"
-    if path.exists():  # done before the run was interrupted
+    done = multihost_utils.broadcast_one_to_all(np.array(path.exists()))  # one answer for all
+    if done:  # before the run was interrupted
         if writer:
             writer.write(step, json.loads(path.read_text(encoding="utf-8")))
         return
@@ -187,6 +190,8 @@ def _evaluate(job: _Job, state, step: int, writer=None) -> None:
     total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
     result = {"eval/reward": float(total.mean())}
     result |= {f"eval/{name}": float(np.mean(values)) for name, values in info.items()}
+    if jax.process_index() != 0:
+        return
     shown = config.eval.samples
     per_video = [
         {"reward": float(total[i]), **{n.split("/")[-1]: float(v[i]) for n, v in info.items()}}
@@ -216,12 +221,13 @@ def _finish(job: _Job, state, started: float) -> None:
     if job.setup.lora.rank:
         note = {"step": step, "grid": job.config.sampling.grid, "steps": job.config.sampling.steps,
                 "shift": job.setup.sampling.schedule.shift}  # fmt: skip
-        files = convert_lora.to_diffusers(
-            state.adapters[job.evaluated], job.run_dir / "export", note
-        )
-        print("adapters " + "  ".join(str(file) for file in files), flush=True)
-    records = metrics.read(job.run_dir)
-    for record in records:
+        adapters = jax.tree.map(sharding.fetch, state.adapters[job.evaluated])
+        files = convert_lora.to_diffusers(adapters, job.run_dir / "export", note)
+        if files:
+            print("adapters " + "  ".join(str(file) for file in files), flush=True)
+    if jax.process_index() != 0:
+        return
+    for record in metrics.read(job.run_dir):
         for name, value in record.items():
             if name.startswith("time/") and name != "time/wall":
                 times[name] = times.get(name, 0.0) + value

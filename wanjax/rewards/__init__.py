@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from wanjax import advantages
+from wanjax import advantages, sharding
 
 BUILT_IN = {"shapes": "wanjax.rewards.shapes:reward"}
 
@@ -60,7 +60,7 @@ def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: i
     """
     results, first = [], 0
     for batch in videos:
-        frames = np.asarray(batch)
+        frames = sharding.fetch(batch)
         results.append(reward(frames, texts[first : first + len(frames)]))
         first += len(frames)
     scores_MB = np.stack([np.concatenate([r[0][name] for r in results]) for name in weights])
