@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
@@ -412,6 +412,7 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "check config, model and shapes, 
 
 def _command_line(argv) -> None:
     del argv
+    logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
     place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
         distributed.start(*place)
