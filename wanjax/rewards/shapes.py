@@ -177,9 +177,9 @@ def pack(spec_list):
 def render(key, packed):
     """Draw clips of packed Specs -> video_BTHWC float32 in [0, 1]; jit it with `packed` traced.
 
-    Places are random; objects stay inside the frame and apart from each other. All have one size
-    and one speed, and start on a lattice whose step is the way of one latent frame, so that a small
-    model learns them in minutes.
+    Places are random; objects stay inside the frame and (but for about one clip in ten thousand)
+    apart from each other. All have one size and one speed, and start on a lattice whose step is the
+    way of one latent frame: few different patterns, for a model of few parameters.
     """
     centre_BTOX = _layout(key, packed)
     pixel = jnp.arange(SIZE) + 0.5
