@@ -1,6 +1,8 @@
 """Eight CPU devices, full float32 matmuls and strict ranks for every test."""
 
+import gc
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -20,6 +22,19 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def _release_compiled_programs():
+    """Drop compiled programs before their memory maps reach Linux's limit of 65,530 a process.
+
+    A gradient test adds about a thousand maps; at the limit XLA's compiler crashes (jax 0.10.2).
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
