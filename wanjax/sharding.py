@@ -95,10 +95,6 @@ def fetch(x) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, P())
-
-
 def tree_shardings(mesh: Mesh, tree, axes_of):
     """Shardings for a parameter tree; axes_of(path, leaf) gives the logical axes of a leaf.
 

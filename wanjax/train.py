@@ -1,7 +1,7 @@
 """Train: config -> mesh -> model -> algorithm -> loop, resuming by itself.
 
     python -m wanjax.train --config configs/quickstart.py
-    python -m wanjax.train --config configs/grpo_wan22.py:pickscore --config.name=trial --dry_run
+    python -m wanjax.train --config configs/grpo_wan22.py:small --config.name=trial --dry_run
 
 The loop is: prompts of the step -> collect (rollout, decode, reward, advantage) -> update ->
 metrics -> checkpoint. A run lives in runs/<name>/ and continues from its last good checkpoint

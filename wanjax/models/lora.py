@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from wanjax import trees
 
 TARGETS = (r"blocks/attn[12]/to_(q|k|v|out\.0)", r"blocks/ffn\.net\.(0\.proj|2)")
-TRAINED = ("a", "b")
 
 
 def init(key, params, *, rank: int, alpha: float, targets=TARGETS):
@@ -62,11 +61,6 @@ def merge(params, adapter, strength: float = 1.0):
         merged = kernel.astype(jnp.float32) + strength * delta
         flat[f"{path}/kernel"] = merged.astype(kernel.dtype)
     return trees.unflatten(flat)
-
-
-def trained(path: str) -> bool:
-    """Whether the optimizer moves this adapter leaf."""
-    return path.rsplit("/", 1)[-1] in TRAINED
 
 
 def _stable_hash(text: str) -> int:
