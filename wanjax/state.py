@@ -21,6 +21,25 @@ from wanjax.models import lora, presets, vae, wan
 AVERAGES = ("old", "ema")  # kept beside the trained weights by some algorithms
 
 
+@dataclass(frozen=True, eq=False)
+class Item:
+    """The data of one step: P prompts and, where an algorithm trains on clips, their latents."""
+
+    texts: list[str]
+    ctx_PSE: Any  # text rows, one context per prompt
+    x0_PTHWC: Any = None  # normalised clean latents
+    cond: Any = None  # extra inputs of the model (see wan.denoise), leading axis P
+
+
+@dataclass(frozen=True, eq=False)
+class Tools:
+    """What collecting needs beside the trained state."""
+
+    vae: dict  # parameters
+    uncond_1SE: jax.Array  # text rows of the negative prompt
+    reward: Any = None  # (video, prompts) -> ({name: scores}, info); None without rewards
+
+
 class State(struct.PyTreeNode):
     """Everything that a step changes, and the frozen weights it reads."""
 
@@ -77,6 +96,7 @@ class Setup:
     seed: int
     algorithm: Any  # the algorithm's own config
     rewards: dict = field(default_factory=dict)  # name -> weight
+    roles: dict = field(default_factory=dict)  # role other than the student -> ModelConfig
 
 
 def sampling_setup(model: presets.ModelConfig, sampling: SamplingConfig) -> Setup:
@@ -94,7 +114,7 @@ def sampling_setup(model: presets.ModelConfig, sampling: SamplingConfig) -> Setu
 
 
 def init(key, setup: Setup, params: dict, *, keep_reference: bool) -> State:
-    """State at step 0 from loaded base params {expert: tree}.
+    """State at step 0 from loaded base params of the student, {expert: tree}.
 
     Raises ValueError when a trained expert is not part of the model.
     """

@@ -72,7 +72,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     algorithm.check(setup)
     with sharding.use_mesh(mesh):
         state = algorithm.init(
-            jax.random.key(config.seed), setup, {e: params[e] for e in model.experts}
+            jax.random.key(config.seed), setup, {"student": {e: params[e] for e in model.experts}}
         )
         window = schedule.sde_steps(
             setup.sampling.schedule, setup.sde.strategy, epoch=0, seed=config.seed
@@ -93,11 +93,10 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         negative = config.negative_prompt
         negative = model.sampling.negative_prompt if negative == "default" else negative
         encode = sample.make_encoder(model, params, [negative, *train_prompts, *eval_prompts])
-        job = _Job(
-            config, setup, run_dir, params["vae"], encode, jnp.asarray(encode([negative])),
-            rewards.combine(config.reward), eval_prompts[: config.eval.number],
-            algorithm.EVALUATED,
-        )  # fmt: skip
+        uncond_1SE = jnp.asarray(encode([negative]))
+        tools = states.Tools(params["vae"], uncond_1SE, rewards.combine(config.reward))
+        chosen = eval_prompts[: config.eval.number]
+        job = _Job(config, setup, run_dir, encode, tools, chosen, algorithm.EVALUATED)
         state = _loop(job, algorithm, state, stream)
         _finish(job, state, started)
     return run_dir
@@ -110,10 +109,8 @@ class _Job:
     config: Any
     setup: states.Setup
     run_dir: pathlib.Path
-    vae: dict
     encode: Callable  # prompts -> ctx_PSE
-    uncond_1SE: jax.Array
-    reward: Callable  # (video, prompts) -> ({name: scores}, info)
+    tools: states.Tools
     eval_prompts: tuple[str, ...]
     evaluated: str  # policy that is evaluated and exported
 
@@ -137,9 +134,7 @@ def _loop(job: _Job, algorithm, state, stream):
             with metrics.phase(times, "encode"):
                 ctx_PSE = job.encode(texts)
             with metrics.phase(times, "collect"):  # rollout, decode and reward overlap
-                batch = algorithm.collect(
-                    state, setup, job.vae, texts, ctx_PSE, job.uncond_1SE, job.reward
-                )
+                batch = algorithm.collect(state, setup, states.Item(texts, ctx_PSE), job.tools)
             with metrics.phase(times, "update"):
                 state, values = algorithm.update(state, setup, batch)
                 jax.block_until_ready(state.step)
@@ -184,9 +179,9 @@ def _evaluate(job: _Job, state, step: int, writer=None) -> None:
     policy = states.rollout_params(state, job.evaluated)
     ctx_PSE = job.encode(texts)
     videos = sample.generate(
-        job.setup, policy, job.vae, ctx_PSE, job.uncond_1SE, seed=config.eval.seed
+        job.setup, policy, job.tools.vae, ctx_PSE, job.tools.uncond_1SE, seed=config.eval.seed
     )
-    scores, info = job.reward(videos, texts)
+    scores, info = job.tools.reward(videos, texts)
     total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
     result = {"eval/reward": float(total.mean())}
     result |= {f"eval/{name}": float(np.mean(values)) for name, values in info.items()}

@@ -109,7 +109,7 @@ def grpo_iteration(config) -> list[dict]:
         lambda k: jax.tree.map(lambda x: x.astype(jnp.bfloat16), vae.init(k, model.vae))
     )
     vae_params = decoder(jax.random.key(5))
-    state = grpo.init(jax.random.key(2), setup, params)
+    state = grpo.init(jax.random.key(2), setup, {"student": params})
     keys = jax.random.split(jax.random.key(3), 2)
     ctx = jax.random.normal(keys[0], (1, 512, 4096), jnp.float32)
     uncond = jax.random.normal(keys[1], (1, 512, 4096), jnp.float32)
@@ -118,7 +118,9 @@ def grpo_iteration(config) -> list[dict]:
     times = {"rollout and decode": [], "update": []}
     for i in range(3):
         start = time.perf_counter()
-        batch = grpo.collect(state, setup, vae_params, ["p"], ctx, uncond, brightness)
+        batch = grpo.collect(
+            state, setup, states.Item(["p"], ctx), states.Tools(vae_params, uncond, brightness)
+        )
         jax.block_until_ready(batch.trajectory)
         middle = time.perf_counter()
         state, metrics = grpo.update(state, setup, batch)

@@ -15,10 +15,15 @@ from wanjax.algorithms import grpo
 def _collect(setup, state=None):
     params = tiny.parameters()
     if state is None:
-        state = grpo.init(jax.random.key(0), setup, {e: params[e] for e in setup.model.experts})
+        state = grpo.init(
+            jax.random.key(0), setup, {"student": {e: params[e] for e in setup.model.experts}}
+        )
     ctx, uncond = tiny.contexts()
     texts = ["a", "b"]
-    batch = grpo.collect(state, setup, params["vae"], texts, ctx, uncond, tiny.mean_reward)
+    batch = grpo.collect(
+        state, setup, states.Item(texts, ctx),
+        states.Tools(params["vae"], uncond, tiny.mean_reward),
+    )  # fmt: skip
     return state, batch
 
 
@@ -233,7 +238,9 @@ def test_an_update_makes_good_transitions_likelier_and_bad_ones_less():
 def test_a_reward_that_is_not_finite_stops_with_step_phase_and_prompt():
     setup = tiny.make_setup()
     params = tiny.parameters()
-    state = grpo.init(jax.random.key(0), setup, {e: params[e] for e in ("high", "low")})
+    state = grpo.init(
+        jax.random.key(0), setup, {"student": {e: params[e] for e in ("high", "low")}}
+    )
     ctx, uncond = tiny.contexts()
 
     def broken(video, prompts):
@@ -242,7 +249,9 @@ def test_a_reward_that_is_not_finite_stops_with_step_phase_and_prompt():
         return {"mean": scores}, {}
 
     with pytest.raises(FloatingPointError, match="step 0, phase reward: sample 1 .'a'"):
-        grpo.collect(state, setup, params["vae"], ["a", "b"], ctx, uncond, broken)
+        grpo.collect(
+            state, setup, states.Item(["a", "b"], ctx), states.Tools(params["vae"], uncond, broken)
+        )
 
 
 def test_a_batch_of_another_policy_is_refused():
@@ -273,4 +282,4 @@ def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
 def test_a_missing_expert_is_named():
     setup = tiny.make_setup()
     with pytest.raises(ValueError, match="config.experts names 'low'"):
-        grpo.init(jax.random.key(0), setup, {"high": tiny.parameters()["high"]})
+        grpo.init(jax.random.key(0), setup, {"student": {"high": tiny.parameters()["high"]}})

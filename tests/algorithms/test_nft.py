@@ -24,13 +24,15 @@ def _setup(**changes):
 
 def _start(setup):
     params = tiny.parameters()
-    return nft.init(jax.random.key(0), setup, {e: params[e] for e in ("high", "low")})
+    return nft.init(jax.random.key(0), setup, {"student": {e: params[e] for e in ("high", "low")}})
 
 
 def _collect(setup, state):
     ctx, uncond = tiny.contexts()
     vae = tiny.parameters()["vae"]
-    return nft.collect(state, setup, vae, ["a", "b"], ctx, uncond, tiny.mean_reward)
+    return nft.collect(
+        state, setup, states.Item(["a", "b"], ctx), states.Tools(vae, uncond, tiny.mean_reward)
+    )
 
 
 def _stir(tree, scale=0.3):

@@ -12,7 +12,6 @@ transition) a micro-batch.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -88,42 +87,45 @@ def check(setup: states.Setup) -> None:
 
 def init(key, setup: states.Setup, params: dict) -> states.State:
     """State at step 0; full weights keep a frozen reference only where a KL penalty reads it."""
-    return states.init(key, setup, params, keep_reference=any(setup.algorithm.kl_beta.values()))
+    keep = any(setup.algorithm.kl_beta.values())
+    return states.init(key, setup, params["student"], keep_reference=keep)
 
 
-def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, reward: Callable):
+def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     """Sample K clips per prompt, score them and form advantages; returns a Batch.
 
-    reward(video_BTHWC uint8, prompts) -> (scores [B] or {name: [B]}, info {name: [B]}). All
-    device work is queued before the first video is fetched, so host rewards overlap with sampling
-    and decoding. Raises FloatingPointError with step and sample for a reward that is not finite.
+    All device work is queued before the first video is fetched, so host rewards overlap with
+    sampling and decoding. Raises FloatingPointError with step and sample for a reward that is not
+    finite.
     """
     config: Config = setup.algorithm
     step, K = int(state.step), config.group_size
-    samples = len(prompts) * K
+    samples = len(item.texts) * K
     steps_W = _window(setup, step)
     slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
     policy = states.rollout_params(state, SAMPLED)
-    ctx_BSE = jnp.repeat(jnp.asarray(ctx_PSE), K, axis=0)
+    ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
     pending = []
     for first in range(0, samples, setup.sampling.batch):
         ids = jnp.arange(first, first + setup.sampling.batch)
         x0, trajectory = _rollout(
-            policy, ctx_BSE[first : first + len(ids)], uncond_1SE, key, ids, slot_I,
+            policy, ctx_BSE[first : first + len(ids)], tools.uncond_1SE, key, ids, slot_I,
             setup=setup, slots=len(steps_W),
         )  # fmt: skip
-        pending.append((trajectory, states.decode(vae_params, x0, config=setup.model.vae)))
-    texts = [prompt for prompt in prompts for _ in range(K)]
+        pending.append((trajectory, states.decode(tools.vae, x0, config=setup.model.vae)))
+    texts = [prompt for prompt in item.texts for _ in range(K)]
     videos = (video for _, video in pending)
-    scores_MPK, metrics = rewards.score(videos, texts, reward, setup.rewards, group=K, step=step)
+    scores_MPK, metrics = rewards.score(
+        videos, texts, tools.reward, setup.rewards, group=K, step=step
+    )
     weights = list(setup.rewards.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     join = lambda *chunks: jnp.concatenate(chunks, axis=1)
     return Batch(
         jax.tree.map(join, *[trajectory for trajectory, _ in pending]),
         ctx_BSE,
-        uncond_1SE,
+        tools.uncond_1SE,
         jnp.asarray(adv_PK.reshape(-1), jnp.float32),
         steps_W,
         step,

@@ -12,7 +12,6 @@ Shapes: P prompts, K group, B samples (P·K), T trained timesteps of a sample an
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -89,33 +88,35 @@ def check(setup: states.Setup) -> None:
 def init(key, setup: states.Setup, params: dict) -> states.State:
     """State at step 0: old and ema are exact copies of the trained tree."""
     keep = any(setup.algorithm.kl_beta.values())
-    state = states.init(key, setup, params, keep_reference=keep)
+    state = states.init(key, setup, params["student"], keep_reference=keep)
     copy = lambda: jax.tree.map(jnp.copy, states.trainable(state, setup))
     return states.average(states.average(state, "old", copy()), "ema", copy())
 
 
-def collect(state, setup, vae_params, prompts: list[str], ctx_PSE, uncond_1SE, reward: Callable):
+def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     """Sample K clips per prompt by the old policy, score them and form advantages; returns a
     Batch."""
     config: Config = setup.algorithm
     step, K, size = int(state.step), config.group_size, setup.sampling.batch
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
     policy = states.rollout_params(state, SAMPLED)
-    ctx_BSE = jnp.repeat(jnp.asarray(ctx_PSE), K, axis=0)
+    ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
     latents = [
         states.sample_latents(
-            policy, ctx_BSE[first : first + size], uncond_1SE, key,
+            policy, ctx_BSE[first : first + size], tools.uncond_1SE, key,
             jnp.arange(first, first + size), setup=setup,
         )
-        for first in range(0, len(prompts) * K, size)
+        for first in range(0, len(item.texts) * K, size)
     ]  # fmt: skip
-    videos = [states.decode(vae_params, x0, config=setup.model.vae) for x0 in latents]
-    texts = [prompt for prompt in prompts for _ in range(K)]
-    scores_MPK, metrics = rewards.score(videos, texts, reward, setup.rewards, group=K, step=step)
+    videos = [states.decode(tools.vae, x0, config=setup.model.vae) for x0 in latents]
+    texts = [prompt for prompt in item.texts for _ in range(K)]
+    scores_MPK, metrics = rewards.score(
+        videos, texts, tools.reward, setup.rewards, group=K, step=step
+    )
     weights = list(setup.rewards.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     adv_B = jnp.asarray(adv_PK.reshape(-1), jnp.float32)
-    return Batch(jnp.concatenate(latents), ctx_BSE, uncond_1SE, adv_B, step, metrics)
+    return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, metrics)
 
 
 def update(state, setup, batch: Batch):
