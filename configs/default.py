@@ -76,14 +76,22 @@ def get_config(preset: str = "") -> ConfigDict:
     c.kl = ConfigDict(dict(kind="g2h", high=0.0, low=0.0))  # weights; kinds g2, g2h, v_mse, x_mse
     c.guard = False  # GRPO-Guard
     c.recompute_old_logp = False
-    # ---- DiffusionNFT (algorithm = "nft") ----
+    # ---- DiffusionNFT and its siblings AWM and online Flow-DPO (algorithm = "nft") ----
     c.nft = ConfigDict()
-    c.nft.timesteps = 2  # trained timesteps of a sample per expert
+    c.nft.loss = "nft"  # nft, awm, dpo
+    c.nft.timesteps = 2  # trained timesteps of a sample (dpo: of a pair) per expert
     c.nft.beta = 0.1  # how far the mirrored policies lie from old
     c.nft.mode = "all"  # all, positive_only, negative_only, one_only, binary
     c.nft.old_decay = 1  # 0 on-policy, 1 default, 2 nearly frozen after 75 updates
     c.nft.ema_decay = 0.9  # cap of the evaluation average
     c.nft.train_guidance = False  # allow guidance other than 1
+    c.awm = ConfigDict()  # loss = "awm"
+    c.awm.weighting = "ghuber"  # uniform, t, t2, huber, ghuber
+    c.awm.power = 0.25  # of ghuber
+    c.awm.clip = 1.0  # of the ratio to old
+    c.awm.adv_max = 1.0  # advantages are scaled to ±this
+    c.awm.ema_kl_beta = 1.0  # pull towards the evaluation average
+    c.dpo = ConfigDict(dict(beta=100.0))  # loss = "dpo"; recipes 100, papers 2000
     # ---- optimizers ----
     c.optim = ConfigDict(dict(high=_optim(), low=_optim()))
     # ---- evaluation and samples ----

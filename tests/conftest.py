@@ -1,8 +1,10 @@
 """Eight CPU devices, full float32 matmuls and strict ranks for every test."""
 
+import ctypes
 import gc
 import os
 import pathlib
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -25,7 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(autouse=True)
-def _release_compiled_programs():
+def _release_memory_maps():
     """Drop compiled programs before their memory maps reach Linux's limit of 65,530 a process.
 
     A gradient test adds about a thousand maps; at the limit XLA's compiler crashes (jax 0.10.2).
@@ -33,8 +35,22 @@ def _release_compiled_programs():
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-        jax.clear_caches()
-        gc.collect()
+        _release()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _release_memory():
+    """Give a finished test file's programs and arrays back: without it a process grows past 4 GB,
+    more than small machines have for each of two."""
+    yield
+    _release()
+
+
+def _release():
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @pytest.fixture

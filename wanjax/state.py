@@ -241,21 +241,25 @@ def policy_velocities(policy, ctx_BSE, uncond_1SE, *, setup: Setup) -> dict:
     }
 
 
-def check_batches(setup: Setup) -> None:
-    """Raise ValueError when samples, updates, rollouts and micro-batches do not divide."""
+def check_batches(setup: Setup, units: str = "samples") -> None:
+    """Raise ValueError when samples, updates, rollouts and micro-batches do not divide.
+
+    units: what optimizer steps share out, "samples", or "pairs" of which each prompt gives one.
+    """
     config = setup.algorithm
     samples = config.group_size * config.prompts_per_step
-    share, rest = divmod(samples, config.updates)
+    number = samples if units == "samples" else config.prompts_per_step
+    share, rest = divmod(number, config.updates)
     if config.group_size < 2:
         raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
     if rest:
         raise ValueError(
-            f"prompts_per_step·group_size = {samples} samples do not divide into config.updates = "
-            f"{config.updates}; change one of them"
+            f"{number} {units} a step do not divide into config.updates = {config.updates}; change "
+            "it, config.prompts_per_step or config.group_size"
         )
     if share % config.micro_samples:
         raise ValueError(
-            f"{share} samples per update do not divide into micro-batches of "
+            f"{share} {units} per update do not divide into micro-batches of "
             f"config.micro_samples = {config.micro_samples}; set it to a divisor of {share}"
         )
     if samples % setup.sampling.batch:

@@ -297,7 +297,10 @@ def _algorithm_config(config):
     common = {key: config[key] for key in fields}
     beta = {expert: config.kl[expert] for expert in ("high", "low")}
     if config.algorithm == "nft":
-        return nft.Config(**common, kl_beta=beta, **config.nft.to_dict())
+        return nft.Config(
+            **common, kl_beta=beta, **config.nft.to_dict(),
+            awm=config.awm.to_dict(), dpo_beta=config.dpo.beta,
+        )  # fmt: skip
     return grpo.Config(
         **common, kl_beta=beta, kl_kind=config.kl.kind, clip=config.clip.to_dict(),
         guard=config.guard, recompute_old_logp=config.recompute_old_logp,

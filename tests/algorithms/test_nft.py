@@ -118,9 +118,9 @@ def test_timesteps_lie_inside_the_expert_that_is_trained():
     setup = _setup(nft__timesteps=2)
     state = _start(setup)
     data = nft._noised(_collect(setup, state), setup=setup)
-    assert data["high"]["t_BT"].shape == (8, 2)
-    assert float(data["high"]["t_BT"].min()) >= 875.0 > float(data["low"]["t_BT"].max())
-    assert float(data["low"]["t_BT"].min()) > 0
+    assert data["high"]["t_UT"].shape == (8, 2)
+    assert float(data["high"]["t_UT"].min()) >= 875.0 > float(data["low"]["t_UT"].max())
+    assert float(data["low"]["t_UT"].min()) > 0
 
 
 @pytest.mark.parametrize("changes", [
@@ -144,7 +144,7 @@ def test_updates_do_not_depend_on_how_micro_batches_are_cut(changes):
 def _errors(setup, state, batch, expert):
     """Flow-matching error [B] of the trained policy at the levels that an update trains on."""
     data = nft._noised(batch, setup=setup)
-    sigma, t = data[expert]["sigma_BT"][:, 0], data[expert]["t_BT"][:, 0]
+    sigma, t = data[expert]["sigma_UT"][:, 0], data[expert]["t_UT"][:, 0]
     ids = jnp.arange(len(t)) * setup.algorithm.timesteps
     noise = sampler.initial_noise(data[expert]["key"], ids, batch.x0_B.shape[1:])
     params, adapter = states.rollout_params(state)[expert]
@@ -170,6 +170,53 @@ def test_an_update_fits_good_samples_and_unfits_bad_ones():
         assert change[good].mean() < 0 < change[~good].mean(), (expert, change)
 
 
+AWM = dict(nft__loss="awm", nft__awm=dict(ema_kl_beta=1.0), nft__old_decay=0)
+DPO = dict(nft__loss="dpo", nft__micro_samples=2)
+
+
+def _repeat_update(rank, **changes):
+    """Five updates on one batch with samples 1 and 7 good, 2 and 4 bad; returns
+    (setup, states before and after, batch, last metrics)."""
+    beta, lr = {"high": 0.0, "low": 0.0}, 3e-3 if rank else 3e-4
+    setup = _setup(**changes, nft__kl_beta=beta, nft__timesteps=1, optim__lr=lr, lora__rank=rank)
+    first = state = _start(setup)
+    adv = jnp.asarray([0.0, 3.0, -3.0, 0.0, -3.0, 0.0, 0.0, 3.0])
+    batch = nft.Batch(**{**vars(_collect(setup, state)), "adv_B": adv})
+    for _ in range(5):
+        state, metrics = nft.update(state.replace(step=first.step), setup, batch)
+    return setup, first, state, batch, metrics
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_awm_fits_good_samples_and_unfits_bad_ones(rank):
+    setup, before, after, batch, metrics = _repeat_update(rank, **AWM)
+    assert float(metrics["awm/ema_kl/low"]) > 0
+    for expert in ("high", "low"):
+        change = _errors(setup, after, batch, expert) - _errors(setup, before, batch, expert)
+        assert change[batch.adv_B > 0].mean() < 0 < change[batch.adv_B < 0].mean()
+
+
+def test_dpo_prefers_the_best_sample_of_each_prompt_to_its_worst():
+    setup, _, _, batch, metrics = _repeat_update(2, **DPO)
+    data = nft._noised(batch, setup=setup)
+    assert data["win_U"].tolist() == [1, 7] and data["lose_U"].tolist() == [2, 4]
+    assert data["high"]["t_UT"].shape == (2, 1)
+    for expert in ("high", "low"):
+        assert float(metrics[f"dpo/accuracy/{expert}"]) == 1
+        win, lose = (float(metrics[f"dpo/error_change_{n}/{expert}"]) for n in ("win", "lose"))
+        assert win < lose
+
+
+def test_a_dpo_pair_without_spread_has_no_gradient():
+    setup = _setup(**DPO)
+    state = _start(setup)
+    batch = _collect(setup, state)
+    flat = nft.Batch(**{**vars(batch), "adv_B": jnp.zeros_like(batch.adv_B)})
+    _, metrics = nft.update(state, setup, flat)
+    assert float(metrics["grad_norm/high"]) == float(metrics["grad_norm/low"]) == 0.0
+    np.testing.assert_allclose(float(metrics["dpo/loss/high"]), np.log(2), rtol=1e-6)
+
+
 def test_a_batch_of_another_policy_is_refused():
     setup = _setup()
     state = _start(setup)
@@ -185,6 +232,9 @@ def test_a_batch_of_another_policy_is_refused():
     (dict(nft__timesteps=5), "config.nft.timesteps is 5 but expert high has 2"),
     (dict(nft__timesteps=1, nft__micro_steps=2), "not a multiple of config.micro_steps"),
     (dict(nft__micro_samples=3), "config.micro_samples = 3"),
+    (dict(nft__loss="ppo"), "config.nft.loss is 'ppo'"),
+    (dict(nft__loss="dpo"), "2 pairs per update do not divide into micro-batches"),
+    (dict(nft__loss="awm", nft__awm={"weighting": "x"}), "config.awm.weighting is 'x'"),
 ])  # fmt: skip
 def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
     with pytest.raises(ValueError, match=text):

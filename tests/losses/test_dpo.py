@@ -77,10 +77,10 @@ def test_references_and_clips_get_no_gradient(rng):
         assert np.all(grad == 0)
 
 
-def test_pairs_are_the_extremes_of_each_group_that_has_spread():
+def test_pairs_are_the_extremes_of_each_group():
     adv_PK = np.array([[0.0, 2.0, -1.0], [0.0, 0.0, 0.0], [1.0, -3.0, 2.0]])
     win, lose = dpo.pairs(adv_PK)
-    assert win.tolist() == [1, 8] and lose.tolist() == [2, 7]
+    assert win.tolist() == [1, 3, 8] and lose.tolist() == [2, 3, 7]
 
 
 def test_shape_mismatch_is_an_error(rng):

@@ -1,14 +1,18 @@
-"""DiffusionNFT on one or two experts (2509.16117): forward-process RL on final latents, no log-
-probs.
+"""Forward-process RL on final latents, on one or two experts: DiffusionNFT (2509.16117), AWM
+(2509.25050) or online Flow-DPO (2501.13918) by config.loss. No log-probs of transitions.
 
 collect: K clips per prompt by the `old` policy with an ODE solver -> decode -> reward -> advantage.
 update: noise the final latents to the schedule's levels of each trained expert and take `updates`
-optimizer steps of the contrast between the trained, the old and the reference policy; then
+optimizer steps of the loss between the trained, the old and the reference policy; then
 old <- d·old + (1 − d)·default, with d a function of the optimizer steps taken. A separate average
 (`ema`) follows every optimizer step and is what evaluation and export use.
 
-Shapes: P prompts, K group, B samples (P·K), T trained timesteps of a sample and expert, M pairs
-(sample, timestep) a micro-batch.
+A unit is what gets levels and noise: a sample, or for Flow-DPO the best and worst sample of a
+prompt under one level and noise. A prompt whose samples all score alike is its own best and worst:
+it moves nothing.
+
+Shapes: P prompts, K group, B samples (P·K), U units, T trained timesteps of a unit and expert, M
+(unit, timestep) couples a micro-batch.
 """
 
 import functools
@@ -20,9 +24,10 @@ import numpy as np
 
 from wanjax import advantages, optim, rewards, sampler, trees
 from wanjax import state as states
-from wanjax.losses import flow, nft
+from wanjax.losses import awm, dpo, flow, nft
 
 SAMPLED, EVALUATED = "old", "ema"
+LOSSES = ("nft", "awm", "dpo")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +42,13 @@ class Config:
     micro_samples: int = 8
     micro_steps: int = 1
     mix_experts: bool = False
-    timesteps: int = 2  # trained timesteps of a sample per expert
+    loss: str = "nft"  # see LOSSES
+    timesteps: int = 2  # trained timesteps of a unit per expert
     beta: float = 0.1  # nft_beta: how far the mirrored policies lie from old
     kl_beta: dict = field(default_factory=lambda: dict(high=1e-4, low=1e-4))
     mode: str = "all"  # advantage -> optimality probability, see losses.nft.MODES
+    awm: dict = field(default_factory=dict)  # keywords of losses.awm.awm_loss
+    dpo_beta: float = 100.0
     old_decay: int = 1  # see losses.nft.OLD_DECAYS
     ema_decay: float = 0.9  # cap of the evaluation average
     train_guidance: bool = False  # allow guidance != 1: the loss then sees guided velocities
@@ -61,7 +69,14 @@ class Batch:
 def check(setup: states.Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
-    states.check_batches(setup)
+    if config.loss not in LOSSES:
+        raise ValueError(f"config.nft.loss is {config.loss!r}; expected one of {LOSSES}")
+    states.check_batches(setup, "pairs" if config.loss == "dpo" else "samples")
+    weighting = config.awm.get("weighting", "ghuber")
+    if weighting not in awm.WEIGHTINGS:
+        raise ValueError(
+            f"config.awm.weighting is {weighting!r}; expected one of {tuple(awm.WEIGHTINGS)}"
+        )
     scales = {getattr(setup.sampling.guidance, expert) for expert in setup.model.experts}
     if scales != {1.0} and not config.train_guidance:
         raise ValueError(
@@ -87,7 +102,7 @@ def check(setup: states.Setup) -> None:
 
 def init(key, setup: states.Setup, params: dict) -> states.State:
     """State at step 0: old and ema are exact copies of the trained tree."""
-    keep = any(setup.algorithm.kl_beta.values())
+    keep = any(setup.algorithm.kl_beta.values()) or setup.algorithm.loss == "dpo"
     state = states.init(key, setup, params["student"], keep_reference=keep)
     copy = lambda: jax.tree.map(jnp.copy, states.trainable(state, setup))
     return states.average(states.average(state, "old", copy()), "ema", copy())
@@ -124,8 +139,9 @@ def update(state, setup, batch: Batch):
     config: Config = setup.algorithm
     if batch.version != int(state.step):
         raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
-    order = np.random.default_rng((setup.seed, batch.version)).permutation(len(batch.adv_B))
     data = _noised(batch, setup=setup)
+    units = data[setup.experts[0]]["t_UT"].shape[0]
+    order = np.random.default_rng((setup.seed, batch.version)).permutation(units)
     slots = {expert: list(range(config.timesteps)) for expert in setup.experts}
     collected = []
     for number, share in enumerate(np.split(order, config.updates)):
@@ -138,7 +154,7 @@ def update(state, setup, batch: Batch):
                 {e: states.trainable(state, setup)[e] for e in index},
                 {e: state.opt[e] for e in index},
                 {e: states.frozen(state, setup)[e] for e in index},
-                {e: states.averaged(state, "old")[e] for e in index},
+                {e: {n: states.averaged(state, n)[e] for n in ("old", "ema")} for e in index},
                 data, index, setup=setup,
             )  # fmt: skip
             state = states.replace_trainable(state, setup, trained)
@@ -161,13 +177,13 @@ def _follow(state, setup, name: str, decay: float):
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
-def _minibatch(trained, opt, frozen, old, data, index, *, setup):
+def _minibatch(trained, opt, frozen, averages, data, index, *, setup):
     """One optimizer step for each expert in `index`."""
 
     def loss(trained, pairs):
         parts = {
             expert: _pair_loss(
-                trained[expert], frozen[expert], old[expert], data, *pairs[expert],
+                trained[expert], frozen[expert], averages[expert], data, *pairs[expert],
                 setup=setup, expert=expert,
             )
             for expert in pairs
@@ -177,33 +193,49 @@ def _minibatch(trained, opt, frozen, old, data, index, *, setup):
     return optim.step(loss, trained, opt, index, setup.optim)
 
 
-def _pair_loss(trained, frozen, old, data, slot_M, sample_M, *, setup, expert):
-    """Loss and scalar statistics of M (timestep, sample) pairs, all of one expert."""
+def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert):
+    """Loss and scalar statistics of M (timestep, unit) couples, all of one expert."""
     config: Config = setup.algorithm
     levels = data[expert]
-    sigma_M, t_M = levels["sigma_BT"][sample_M, slot_M], levels["t_BT"][sample_M, slot_M]
+    sigma_M, t_M = levels["sigma_UT"][unit_M, slot_M], levels["t_UT"][unit_M, slot_M]
+    shape = data["x0_B"].shape[1:]
+    noise = sampler.initial_noise(levels["key"], unit_M * config.timesteps + slot_M, shape)
+    sample_M = unit_M
+    if config.loss == "dpo":  # both clips of a pair under the same level and noise
+        sample_M = jnp.concatenate([data["win_U"][unit_M], data["lose_U"][unit_M]])
+        sigma_M, t_M, noise = (jnp.concatenate([a, a]) for a in (sigma_M, t_M, noise))
     x0, ctx = data["x0_B"][sample_M], data["ctx_BSE"][sample_M]
-    pair_id = sample_M * config.timesteps + slot_M
-    noise = sampler.initial_noise(levels["key"], pair_id, x0.shape[1:])
+    adv = data["adv_B"][sample_M]
     x_t = flow.add_noise(x0, noise, sigma_M)
     uncond = jnp.broadcast_to(data["uncond_1SE"], (x0.shape[0], *data["uncond_1SE"].shape[1:]))
 
     def velocity(params, adapter):
         return states.velocity(setup, expert, params, adapter, ctx, uncond)(x_t, t_M)
 
-    v_new = velocity(frozen, trained) if setup.lora.rank else velocity(trained, {})
-    v_old = velocity(frozen, old) if setup.lora.rank else velocity(old, {})
-    v_ref = velocity(frozen, {}) if config.kl_beta[expert] else None
-    loss, aux = nft.nft_loss(
-        v_new, v_old, v_ref, x0, x_t, sigma_M, data["adv_B"][sample_M],
-        nft_beta=config.beta, kl_beta=config.kl_beta[expert],
-        adv_clip_max=config.adv_clip_max, mode=config.mode,
-    )  # fmt: skip
-    return loss, {f"nft/{name}": value for name, value in aux.items()}
+    policy = lambda tree: velocity(frozen, tree) if setup.lora.rank else velocity(tree, {})
+    kl_beta = config.kl_beta[expert]
+    v_new = policy(trained)
+    v_ref = velocity(frozen, {}) if kl_beta or config.loss == "dpo" else None
+    if config.loss == "dpo":
+        halves = [half for a in (v_new, v_ref, x0) for half in jnp.split(a, 2)]
+        loss, aux = dpo.dpo_loss(*halves, noise[: len(unit_M)], beta=config.dpo_beta)
+    elif config.loss == "awm":
+        v_ema = policy(averages["ema"]) if config.awm.get("ema_kl_beta") else None
+        loss, aux = awm.awm_loss(
+            v_new, policy(averages["old"]), v_ref, v_ema, x0, noise, sigma_M, adv,
+            adv_clip_max=config.adv_clip_max, kl_beta=kl_beta, **config.awm,
+        )  # fmt: skip
+    else:
+        loss, aux = nft.nft_loss(
+            v_new, policy(averages["old"]), v_ref, x0, x_t, sigma_M, adv,
+            nft_beta=config.beta, kl_beta=kl_beta,
+            adv_clip_max=config.adv_clip_max, mode=config.mode,
+        )  # fmt: skip
+    return loss, {f"{config.loss}/{name}": value for name, value in aux.items()}
 
 
 def _noised(batch: Batch, *, setup) -> dict:
-    """Arrays that pairs gather from: latents, contexts and each expert's drawn levels [B, T]."""
+    """Arrays that couples gather from: latents, contexts and each expert's drawn levels [U, T]."""
     config, plan = setup.algorithm, setup.sampling.schedule
     data: dict = {
         "x0_B": batch.x0_B,
@@ -211,14 +243,18 @@ def _noised(batch: Batch, *, setup) -> dict:
         "uncond_1SE": batch.uncond_1SE,
         "adv_B": batch.adv_B,
     }
+    units = jnp.arange(len(batch.adv_B))
+    if config.loss == "dpo":
+        win_U, lose_U = dpo.pairs(batch.adv_B.reshape(-1, config.group_size))
+        data |= {"win_U": jnp.asarray(win_U), "lose_U": jnp.asarray(lose_U)}
+        units = jnp.arange(len(win_U))
     base = jax.random.fold_in(jax.random.key(setup.seed + 1), batch.version)
-    ids = jnp.arange(len(batch.adv_B))
     for number, (expert, steps) in enumerate(_ranges(setup).items()):
         key = jax.random.fold_in(base, number)
-        chosen = nft.stratified_steps(key, ids, config.timesteps, steps.start, steps.stop)
+        chosen = nft.stratified_steps(key, units, config.timesteps, steps.start, steps.stop)
         data[expert] = {
-            "sigma_BT": jnp.asarray(plan.sigmas, jnp.float32)[chosen],
-            "t_BT": jnp.asarray(plan.timesteps, jnp.float32)[chosen],
+            "sigma_UT": jnp.asarray(plan.sigmas, jnp.float32)[chosen],
+            "t_UT": jnp.asarray(plan.timesteps, jnp.float32)[chosen],
             "key": jax.random.fold_in(key, 1),
         }
     return data

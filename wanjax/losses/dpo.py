@@ -32,16 +32,16 @@ def dpo_loss(v_win, v_lose, v_ref_win, v_ref_lose, x0_win, x0_lose, noise, *, be
 
 
 def pairs(adv_PK):
-    """(win, lose): flat indices into the P·K samples of the best and the worst of each group.
+    """(win_P, lose_P): flat indices into the P·K samples of the best and the worst of each group.
 
-    Groups whose samples are all equal give no pair, so the number of pairs may be below P.
+    A group whose samples are all equal pairs its first sample with itself: its loss is log 2 and
+    its gradient exactly zero.
     """
     adv_PK = np.asarray(adv_PK)
     if adv_PK.ndim != 2:
         raise ValueError(f"adv_PK has shape {adv_PK.shape}; expected [P, K]")
     first = np.arange(len(adv_PK)) * adv_PK.shape[1]
-    kept = np.ptp(adv_PK, axis=1) > 0
-    return (first + adv_PK.argmax(1))[kept], (first + adv_PK.argmin(1))[kept]
+    return first + adv_PK.argmax(1), first + adv_PK.argmin(1)
 
 
 def _error_change(v, v_ref, x0, noise):
