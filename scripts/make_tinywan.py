@@ -95,13 +95,21 @@ def train_vae(args):
     step = done.get("step", 0)
     if step >= args.vae_steps:
         return True
+    table = caption_table()[0]
+    if args.vae:
+        from convert import weights
+
+        params = weights.load(args.vae)[0]["vae"]
+        _save(args.out, vae=params)
+        info = {"step": args.vae_steps, "seconds": args.vae_seconds}
+        _save_info(args.out, "vae", info | _vae_report(params, table, args))
+        return True
     params = state[0] if step else _vae_init()
     rate = optax.warmup_cosine_decay_schedule(
         0, args.vae_rate, args.vae_steps // 20, args.vae_steps, 1e-5
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-3))
     opt = _with_moments(tx.init(params), state[1:], step) if step else tx.init(params)
-    table = caption_table()[0]
 
     def loss_fn(params, key):
         k_pick, k_draw, k_noise = jax.random.split(key, 3)
@@ -598,6 +606,10 @@ def _arguments():
     parser.add_argument("--out", type=pathlib.Path, required=True, help="state folder")
     parser.add_argument("--to", type=pathlib.Path, help="model folder to write (export)")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop and save after this long")
+    parser.add_argument("--vae", type=pathlib.Path, help="take the VAE of this model folder")
+    parser.add_argument(
+        "--vae_seconds", type=float, default=282.0, help="its training time, for the card"
+    )
     parser.add_argument("--vae_steps", type=int, default=5000)
     parser.add_argument("--vae_batch", type=int, default=64)
     parser.add_argument("--vae_rate", type=float, default=2e-3)

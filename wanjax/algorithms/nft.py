@@ -26,6 +26,7 @@ from wanjax import advantages, optim, rewards, sampler, trees
 from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
 
+DATA = "prompts"
 SAMPLED, EVALUATED = "old", "ema"
 LOSSES = ("nft", "awm", "dpo")
 
@@ -217,6 +218,11 @@ def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert
     v_new = policy(trained)
     v_ref = velocity(frozen, {}) if kl_beta or config.loss == "dpo" else None
     if config.loss == "dpo":
+        # a sample paired with itself: its gradients would cancel only up to rounding, which Adam
+        # then blows up
+        alone = (data["win_U"] == data["lose_U"])[jnp.concatenate([unit_M, unit_M])]
+        alone = alone.reshape(-1, 1, 1, 1, 1)
+        v_new = jnp.where(alone, jax.lax.stop_gradient(v_new), v_new)
         halves = [half for a in (v_new, v_ref, x0) for half in jnp.split(a, 2)]
         loss, aux = dpo.dpo_loss(*halves, noise[: len(unit_M)], beta=config.dpo_beta)
     elif config.loss == "awm":

@@ -35,7 +35,7 @@ def pairs(adv_PK):
     """(win_P, lose_P): flat indices into the P·K samples of the best and the worst of each group.
 
     A group whose samples are all equal pairs its first sample with itself: its loss is log 2 and
-    its gradient exactly zero.
+    its gradient zero.
     """
     adv_PK = np.asarray(adv_PK)
     if adv_PK.ndim != 2:

@@ -1,0 +1,71 @@
+"""Run figures in wanjax and in diffusers on the same GPU, one after the other, and write the ratio.
+
+    python scripts/bench/compare.py forward lora_step --out scripts/bench/RESULTS.md
+
+Each side runs in its own process (each would otherwise hold the whole card), alternating per
+figure; what a side prints on failure is shown and the figure is left out.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+from report_table import write_section
+
+TITLES = {
+    "forward": "DiT forward, 14B",
+    "lora_step": "LoRA r32 step, 14B",
+    "grpo": "GRPO iteration, A14B 480x480x5, K=16",
+    "vae_decode": "VAE decode",
+    "vae_encode": "VAE encode",
+    "umt5": "UMT5-XXL, 8 x 512 tokens",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("figures", nargs="+", choices=TITLES)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
+    parser.add_argument("--repeats", default="5")
+    parser.add_argument("--layers", default="40", help="fewer to try the scripts")
+    parser.add_argument("--size", default="480x832x81")
+    args = parser.parse_args()
+    here, rows, card = pathlib.Path(__file__).parent, [], _card()
+    for figure in args.figures:
+        sides = {}
+        for side in ("ours", "peer"):
+            options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
+            command = [sys.executable, str(here / f"{side}.py"), figure, *options]
+            done = subprocess.run(command, capture_output=True, text=True)
+            print(done.stdout or f"{side} {figure} failed:\n{done.stderr[-3000:]}", flush=True)
+            if done.returncode == 0:
+                sides[side] = json.loads(done.stdout.strip().splitlines()[-1])
+        if len(sides) == 2:
+            rows.append(_row(figure, args, **sides))
+            title = f"compare.py {figure}"
+            write_section(args.out, title, card, rows[-1:])
+
+
+def _row(figure, args, ours, peer) -> dict:
+    size = "" if figure in ("grpo", "umt5") else f" {args.size}"
+    return {
+        "figure": f"{TITLES[figure]}{size}, {args.layers} layers, bf16",
+        "wanjax s": ours["seconds"],
+        "diffusers s": peer["seconds"],
+        "faster x": round(peer["seconds"] / ours["seconds"], 2),
+        "wanjax TFLOP/s": ours.get("tflops", ""),
+        "GiB": f"{ours['peak_gib']} / {peer['peak_gib']}",
+        "first call s": f"{ours['first_s']} / {peer['first_s']}",
+        "stacks": f"{ours['stack']}; {peer['stack']}",
+    }
+
+
+def _card() -> str:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or "no GPU"
+
+
+if __name__ == "__main__":
+    main()
