@@ -37,16 +37,18 @@ def get_config(preset: str = "") -> ConfigDict:
     c.lora = ConfigDict()
     c.lora.rank = 32  # 0 trains full weights
     c.lora.alpha = 64.0
+    c.lora.start = ()  # adapter files to begin with; an expert that is not trained keeps its own
     c.lora.targets = (r"blocks/attn[12]/to_(q|k|v|out\.0)", r"blocks/ffn\.net\.(0\.proj|2)")
     # ---- sampling: one schedule for rollouts, samples, evaluation and export ----
     c.sampling = ConfigDict()
-    c.sampling.grid = "simple"  # euler, linspace, simple, unipc, wan_unipc, wan_dpm
+    c.sampling.grid = "simple"  # euler, linspace, simple, unipc, wan_unipc, wan_dpm, explicit
+    c.sampling.sigmas = ()  # of grid explicit: decreasing levels in (0, 1] before the shift
     c.sampling.steps = 10
     c.sampling.shift = 0.0  # 0 takes the model's
     c.sampling.height = 480
     c.sampling.width = 480
     c.sampling.frames = 5
-    c.sampling.solver = "euler"  # of ODE steps: euler, dpmpp_2m, unipc
+    c.sampling.solver = "euler"  # of ODE steps: euler, dpmpp_2m, unipc; renoise: fresh noise a step
     c.sampling.batch = 8  # samples per device call
     c.guidance = ConfigDict()
     c.guidance.high = 0.0  # 0 takes the model's; 1 runs without the unconditional pass
@@ -60,11 +62,20 @@ def get_config(preset: str = "") -> ConfigDict:
     c.sde.strategy = "dual_window"  # see wanjax.schedule.STRATEGIES
     c.sde.window = 1  # steps per window (dual_window: per expert)
     c.sde.range = ()  # (lo, hi) of allowed steps; () = all but the last
+    c.sde.fraction = (0.0, 1.0)  # of the trajectory, for strategy fraction
+    c.sde.candidates = ()  # steps to draw from, for global_window; () = the range
+    c.sde.iters = 25  # rollouts on one window of mix_progressive
+    c.sde.decay = ""  # of iters as the window advances: "", linear, exp
+    c.sde.stride = 0  # steps by which it advances; 0 = the window
+    c.sde.roll_back = True  # start again after the last window
+    c.sde.include_last = False  # allow the last step, too peaked for usual clip ranges
     # ---- data and reward ----
     c.prompts = ""  # text file, one prompt a line; or shapes:train:2 (embedded grammar)
     c.prompts_per_step = 8
     c.group_size = 8  # samples per prompt
     c.reward = ConfigDict(allow_dotted_keys=True)  # name or "pkg.module:function" -> weight
+    c.reward_failure = "stop"  # or "skip": a sample without a score gets its group's mean
+    c.reward_deadline = 600.0  # seconds that one reward may take for one batch of samples
     # ---- GRPO ----
     c.advantage = "flow_grpo"  # flow_grpo, flow_grpo_global, miles, dance, unirl, gdpo
     c.adv_clip_max = 5.0
@@ -75,6 +86,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.clip = ConfigDict(dict(high=1e-4, low=1e-3))  # the low expert's log-probs are noisier
     c.kl = ConfigDict(dict(kind="g2h", high=0.0, low=0.0))  # weights; kinds g2, g2h, v_mse, x_mse
     c.guard = False  # GRPO-Guard
+    c.best_of = 0  # train on this many of a group, half of them its best, half its worst; 0 = all
     c.recompute_old_logp = False
     # ---- DiffusionNFT and its siblings AWM and online Flow-DPO (algorithm = "nft") ----
     c.nft = ConfigDict()
@@ -92,6 +104,37 @@ def get_config(preset: str = "") -> ConfigDict:
     c.awm.adv_max = 1.0  # advantages are scaled to ±this
     c.awm.ema_kl_beta = 1.0  # pull towards the evaluation average
     c.dpo = ConfigDict(dict(beta=100.0))  # loss = "dpo"; recipes 100, papers 2000
+    # ---- latent data, and supervised fine-tuning on it (algorithm = "sft") ----
+    c.data = ConfigDict()
+    c.data.path = ""  # folder of python -m wanjax.data cache, or of FastVideo parquet files
+    c.data.batch = 8  # clips a step; micro_samples of them at a time
+    c.data.holdout = 0.05  # share of the clips for validation, chosen by a digest of their content
+    c.data.caption_dropout = 0.1  # share of captions replaced by the negative prompt's context
+    c.data.first_frame = False  # TI2V-5B: train with the first frame given; I2V models always do
+    c.sft = ConfigDict()
+    c.sft.density = "uniform"  # of the unshifted time: uniform, logit_normal, mode
+    c.sft.mean = 0.0  # of logit_normal
+    c.sft.std = 1.0
+    c.sft.scale = 1.29  # of mode
+    c.sft.weighting = "none"  # of the error by time: none, bell
+    c.sft.timesteps = 1  # trained timesteps of a clip per expert
+    c.sft.bins = 4  # of time in each expert's range, for the validation loss
+    # ---- DMD2 (algorithm = "dmd2"); the student's steps are those of config.sampling ----
+    c.dmd2 = ConfigDict()
+    c.dmd2.rollout = "simulate"  # from noise; data_latent: from noised clips of config.data
+    c.dmd2.student_every = 5  # steps of the critic for each of the student
+    c.dmd2.guidance = ConfigDict(dict(high=0.0, low=0.0))  # of the teacher; 0 takes its model's
+    c.dmd2.floor = 1e-4  # of each sample's normaliser
+    c.dmd2.t_lo = 20.0  # scored timesteps are clamped to [t_lo, t_hi]
+    c.dmd2.t_hi = 980.0
+    c.dmd2.ema_decay = 0.99  # per student update
+    c.dmd2.ema_start = 200  # student updates before averaging begins
+    c.dmd2.warm_steps = 0  # first steps that regress on the teacher's own trajectories
+    c.dmd2.warm_substeps = 12  # of the teacher in each step of the student
+    c.roles = ConfigDict()  # a path of "" shares the weights of config.model
+    c.roles.teacher = ConfigDict(dict(path="", param_dtype="bfloat16"))
+    c.roles.critic = ConfigDict(dict(path="", param_dtype="bfloat16"))
+    c.roles.critic.optim = ConfigDict(dict(high=_optim(), low=_optim()))
     # ---- optimizers ----
     c.optim = ConfigDict(dict(high=_optim(), low=_optim()))
     # ---- evaluation and samples ----

@@ -25,7 +25,7 @@ from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
-RUN_FIELDS = ("text_len", "dtype", "attention", "remat")  # of WanConfig, not in config.json
+RUN_FIELDS = wan.RUN_FIELDS  # not in config.json
 FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 _MAX_SIZE = 1 << 20  # of any integer in a config
 _INIT = {

@@ -34,7 +34,7 @@ Bounds = tuple[tuple[int, int], ...]
 _KEYS = {component: expert for expert, component in disk.EXPERTS.items()}
 
 
-def load(path, *, mesh=None, dtype=None):
+def load(path, *, mesh=None, dtype=None, experts_only=False):
     """Load a model: (params, presets.ModelConfig).
 
     Args:
@@ -43,14 +43,18 @@ def load(path, *, mesh=None, dtype=None):
       mesh: place leaves on this mesh by their logical axes; None keeps them on the default device.
       dtype: matmul weights become this; norms, tables and time embedding of the transformer stay
         float32. None keeps the stored dtypes (fp8 and GGUF data become bfloat16).
+      experts_only: leave out VAE and encoders.
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
     if isinstance(path, str | os.PathLike) and (pathlib.Path(path) / "arrays").is_dir():
-        return _restore(pathlib.Path(path).absolute(), mesh, dtype)
+        params, config = _restore(pathlib.Path(path).absolute(), mesh, dtype)
+        kept = config.experts if experts_only else params
+        return {name: params[name] for name in kept}, config
     checkpoint = disk.read(path)
     config = disk.model_config(checkpoint)
-    plans = {c: disk.plan(checkpoint, c) for c in checkpoint.tensors}  # every check comes first
+    kept = [c for c in checkpoint.tensors if c in _KEYS or not experts_only]
+    plans = {c: disk.plan(checkpoint, c) for c in kept}  # every check comes first
     params = {
         _KEYS.get(c, c): place(checkpoint.tensors[c], shapes, c, mesh=mesh, dtype=dtype)
         for c, shapes in plans.items()

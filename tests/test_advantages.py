@@ -118,6 +118,19 @@ def test_gdpo_keeps_both_rewards_equal_where_a_sum_is_ruled_by_the_larger():
     assert np.corrcoef(summed.ravel(), rewards[0].ravel())[0, 1] < 0.2
 
 
+def test_best_of_n_keeps_the_best_and_the_worst_of_each_group():
+    adv = [[0.1, -2.0, 3.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    np.testing.assert_array_equal(advantages.best_of_n(adv, 2), [[1, 2], [0, 5]])
+    np.testing.assert_array_equal(advantages.best_of_n(adv, 4), [[1, 2, 4, 5], [0, 1, 4, 5]])
+    np.testing.assert_array_equal(advantages.best_of_n(adv, 6), [range(6), range(6)])
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8])
+def test_best_of_n_of_an_impossible_number_is_an_error(keep):
+    with pytest.raises(ValueError, match=f"keeps {keep} of 6 .* even number from 2 to 6"):
+        advantages.best_of_n(np.zeros((2, 6)), keep)
+
+
 @pytest.mark.parametrize(
     ("rewards", "preset", "weights", "message"),
     [

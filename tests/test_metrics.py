@@ -267,3 +267,21 @@ def test_environment_names_versions_and_devices():
 
 def test_docstring_examples():
     assert doctest.testmod(metrics).failed == 0
+
+
+def test_speed_is_flops_per_second_and_device(monkeypatch):
+    device = type("Device", (), {"device_kind": "NVIDIA H100 80GB HBM3"})()
+    monkeypatch.setattr(metrics.jax, "devices", lambda: [device, device])
+    monkeypatch.setattr(metrics.jax, "device_count", lambda: 2)
+    found = metrics.speed({"update": 4e15}, {"time/update": 4.0, "time/collect": 9.0})
+    assert found == {"perf/tflops/update": 500.0, "perf/mfu": pytest.approx(500 / 989)}
+    assert metrics.speed({}, {}) == {}
+
+
+def test_ready_splits_the_wait_between_rollout_and_decode():
+    times: dict = {}
+    pairs = [(jnp.zeros(2), jnp.full(2, float(i))) for i in range(3)]
+    seen = [float(video[0]) for video in metrics.ready(pairs, times)]
+    assert seen == [0.0, 1.0, 2.0] and set(times) == {"time/rollout", "time/decode"}
+    doubled = metrics.clocked(lambda x: 2 * x, times, "reward")
+    assert doubled(4) == 8 and times["time/reward"] >= 0

@@ -43,10 +43,33 @@ def test_weights_are_split_where_they_divide_and_whole_elsewhere():
     params = jax.eval_shape(lambda: wan.init(jax.random.key(0), tiny.WAN))
     flat = trees.flatten(sharding.tree_shardings(mesh, params, wan.logical_axes))
     embed = ("fsdp", "context")
-    assert flat["blocks/attn1/to_q/kernel"].spec == P(None, embed, "tensor")
-    assert flat["blocks/attn1/to_out.0/kernel"].spec == P(None, "tensor", embed)
-    assert flat["blocks/ffn.net.2/kernel"].spec == P(None, "tensor", embed)
-    assert flat["blocks/norm2/scale"].spec == P(None, None)
+    assert flat["blocks/attn1/to_q/kernel"].spec == P("stage", embed, "tensor")
+    assert flat["blocks/attn1/to_out.0/kernel"].spec == P("stage", "tensor", embed)
+    assert flat["blocks/ffn.net.2/kernel"].spec == P("stage", "tensor", embed)
+    assert flat["blocks/norm2/scale"].spec == P("stage", None)
     assert flat["patch_embedding/kernel"].spec == P(None, None, None, None, None)
     placed = jax.device_put(jnp.zeros((2, 32, 32)), flat["blocks/attn1/to_q/kernel"])
     assert placed.addressable_shards[0].data.shape == (2, 8, 16)
+
+
+def test_weights_on_the_host_keep_their_split_and_come_back_inside_jit():
+    mesh = sharding.make_mesh({"fsdp": 8})
+    at = jax.NamedSharding(mesh, P("fsdp"))
+    tree = {"a": jax.device_put(jnp.arange(16.0), at), "b": jnp.ones(3, jnp.int8)}
+    host = sharding.to_host(tree)
+    assert {x.sharding.memory_kind for x in host.values()} == {"pinned_host"}
+    assert host["a"].sharding.spec == P("fsdp")
+    back = sharding.to_device(host)
+    assert {x.sharding.memory_kind for x in back.values()} == {"device"}
+    inside = jax.jit(lambda tree: sharding.to_device(tree)["a"] * 2)(host)
+    assert inside.sharding.memory_kind == "device"
+    for x in (back["a"], inside / 2):
+        assert x.sharding.is_equivalent_to(at, 1)
+        assert (x == tree["a"]).all()
+
+
+def test_a_backend_without_host_memory_keeps_the_arrays(monkeypatch):
+    bare = type("Device", (), {"addressable_memories": lambda self: []})()
+    monkeypatch.setattr(sharding.jax, "devices", lambda: [bare])
+    x = jnp.ones(2)
+    assert sharding.to_host({"x": x})["x"] is x

@@ -13,11 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from configs import default, quickstart
+from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
 from tests import tiny
 from wanjax import checkpoint, export, metrics, sample, train, trees
-from wanjax.algorithms import grpo
+from wanjax.algorithms import grpo, sft
+from wanjax.data import __main__ as data_command
+from wanjax.data import latents
 
 
 @pytest.fixture(scope="session")
@@ -225,3 +227,97 @@ def test_a_run_exports_its_adapters_in_every_dialect(whole, model, tmp_path, dia
 def test_exporting_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, "diffusers", tmp_path)
+
+
+# ------------------------------------------------------------------------------ clips
+
+
+@pytest.fixture(scope="session")
+def cached(model, tmp_path_factory):
+    """A cache of clips of two codecs, 1 to 81 frames, 16 and 24 fps, made by the command."""
+    folder = tmp_path_factory.mktemp("clips")
+    clips = tiny.write_clips(folder / "clips")
+    command = ["cache", str(clips), "--model", model, "--fps", "keep"]
+    data_command.main(
+        [*command, "--frames", "5", "--size", "16x16", "--out", str(folder / "cache")]
+    )
+    return folder / "cache"
+
+
+def _sft_config(model, workdir, cache, **changes):
+    shares = sorted(int(clip.digest[:8], 16) / 2**32 for clip in latents.read(cache).clips)
+    assert len(shares) == 4  # those of one and two frames are too short
+    own = dict(
+        algorithm="sft", data__path=str(cache), data__batch=8, prompts="",
+        data__holdout=(shares[0] + shares[1]) / 2,  # one clip
+        eval__prompts="", micro_samples=8, sampling__batch=8, steps=2, save_every=1,
+    )  # fmt: skip
+    config = tiny.make_config(model, workdir, **own | changes)
+    del config.reward["tests.tiny:brightness"]
+    return config
+
+
+def test_clips_become_adapters_and_videos_and_an_interrupted_run_has_the_same_bits(
+    model, cached, tmp_path, monkeypatch
+):
+    run = train.main(_sft_config(model, tmp_path / "whole", cached))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["loss_after"] != summary["loss_before"] and "reward_after" not in summary
+    evaluation = json.loads((run / "evals/step_000002.json").read_text())
+    assert {"eval/loss/high", "eval/loss/low", "eval/t875-906.25/high"} <= set(evaluation)
+    assert (run / "samples/step_000002/000.mp4").stat().st_size > 0
+    page = (run / "report.html").read_text()
+    assert "<video" in page and "validation loss" in page and "held-out clips went" in page
+    assert "sft/loss/low" in metrics.read(run)[-1]
+
+    files = sorted((run / "export").iterdir())
+    assert len(files) == 2
+    flags = [flag for file in files for flag in ("--lora", str(file))]
+    sizes = ["--height", "16", "--width", "16", "--frames", "5", "--steps", "2"]
+    out = tmp_path / "samples"
+    sample.main(["--model", model, "--prompt", "red", "--out", str(out), *sizes, *flags])
+    assert (out / "000.mp4").stat().st_size > 0
+
+    config = _sft_config(model, tmp_path / "cut", cached)
+    original, calls = sft.update, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(config)
+    again = train.main(config)
+    assert _lines(again) == _lines(run)
+    want = _arrays(run, 2)
+    for path, array in _arrays(again, 2).items():
+        np.testing.assert_array_equal(array, want[path], err_msg=path)
+    assert json.loads((again / "evals/step_000002.json").read_text()) == evaluation
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(data__path=""), "config.data.path is empty"),
+    (dict(data__path="none"), "none holds no cached clips"),
+    (dict(data__holdout=1.5), "config.data.holdout 1.5"),
+    (dict(data__first_frame=True), "config.data.first_frame is on"),
+    (dict(data__batch=6), "config.data.batch = 6 clips do not divide"),
+    (dict(sft__density="beta"), "config.sft: timestep density is 'beta'"),
+    (dict(algorithm="grpo", prompts="shapes:train:1"), "config.reward is empty"),
+])  # fmt: skip
+def test_errors_of_data_come_before_compiling(model, cached, tmp_path, changes, text):
+    config = _sft_config(model, tmp_path, cached, **changes)
+    with pytest.raises(ValueError, match=text) as error:
+        train.main(config)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_the_sft_config_has_only_known_keys():
+    for preset in ("", "high", "low"):
+        config = sft_wan22.get_config(preset)
+        train.check_keys(config.to_dict(), default.get_config().to_dict())
+    with pytest.raises(ValueError, match="preset 'mid' is unknown"):
+        sft_wan22.get_config("mid")

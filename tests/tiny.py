@@ -4,7 +4,9 @@
 import dataclasses
 import functools
 import pathlib
+import subprocess
 
+import imageio_ffmpeg
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,12 +137,12 @@ def brightness(video, prompts, meta):
     return scores["mean"], info
 
 
-def save_model(folder) -> str:
+def save_model(folder, model: presets.ModelConfig = MODEL) -> str:
     """Write the random model as a diffusers folder with a tokenizer; returns the path."""
     tokenizer = pathlib.Path(folder) / "tok"
     words = tiny_tokenizer.build_tiny_tokenizer(["red", "blue", "circle"], tokenizer)
     text = dataclasses.replace(TEXT, vocab_size=words)
-    model = dataclasses.replace(MODEL, text=text, tokenizer=str(tokenizer))
+    model = dataclasses.replace(model, text=text, tokenizer=str(tokenizer))
     weights.save_diffusers(parameters(0, model), model, pathlib.Path(folder) / "model")
     return str(pathlib.Path(folder) / "model")
 
@@ -171,6 +173,30 @@ def make_config(model: str, workdir, **changes):
             node = node[name]
         node[last] = value
     return c
+
+
+CLIPS = {  # name: frames, frames a second, encoder
+    "one.mp4": (1, 16, "libx264"),
+    "two.mp4": (2, 16, "libx264"),
+    "five.mp4": (5, 24, "libx264"),
+    "more/half.mkv": (24, 24, "ffv1"),
+    "more/three.mp4": (49, 16, "libx264"),
+    "more/whole.mkv": (81, 24, "ffv1"),
+}
+
+
+def write_clips(folder) -> pathlib.Path:
+    """Write CLIPS, 24x32 pixels of a moving test card, with captions; returns the folder."""
+    folder = pathlib.Path(folder)
+    for number, (name, (frames, fps, codec)) in enumerate(CLIPS.items()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = f"testsrc2=size=32x24:rate={fps},hue=h={40 * number}"
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-f", "lavfi"]
+        command += ["-i", source, "-frames:v", str(frames), "-c:v", codec, str(path)]
+        subprocess.run(command, check=True)
+        path.with_suffix(".txt").write_text(("red circle", "blue", "red")[number % 3] + "\n")
+    return folder
 
 
 def replace_algorithm(setup: states.Setup, **changes) -> states.Setup:

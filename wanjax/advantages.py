@@ -69,6 +69,22 @@ def zero_spread(rewards_PK) -> np.ndarray:
     return np.ptp(np.asarray(rewards_PK, np.float64), axis=-1) == 0
 
 
+def best_of_n(adv_PK, keep: int) -> np.ndarray:
+    """Return index_PN, ascending, of the keep/2 best and keep/2 worst samples of each group.
+
+    DanceGRPO trains on these N = keep of K only. Among equals the earlier sample counts as worse.
+    """
+    adv_PK = np.asarray(adv_PK)
+    K = adv_PK.shape[1]
+    if keep % 2 or not 2 <= keep <= K:
+        raise ValueError(
+            f"best_of_n keeps {keep} of {K} samples a group; expected an even number from 2 to {K}"
+        )
+    order_PK = np.argsort(adv_PK, axis=1, kind="stable")
+    chosen_PN = np.concatenate([order_PK[:, : keep // 2], order_PK[:, K - keep // 2 :]], axis=1)
+    return np.sort(chosen_PN, axis=1)
+
+
 def _as_multi(rewards, weights):
     """Bring rewards to [M, P, K] and weights to [M]."""
     rewards = np.asarray(rewards, np.float64)

@@ -22,11 +22,11 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
     Raises ValueError when the folder holds no run or no good checkpoint.
     """
     run_dir = pathlib.Path(run_dir)
-    if not (run_dir / "config.json").is_file():
-        raise ValueError(
-            f"{run_dir} holds no run (no config.json); give a folder such as runs/NAME"
-        )
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    for name in ("config.json", "sampler.json"):
+        if not (run_dir / name).is_file():
+            raise ValueError(f"{run_dir} holds no run (no {name}); give a folder such as runs/NAME")
+    read = lambda name: json.loads((run_dir / name).read_text(encoding="utf-8"))
+    config, sampler = read("config.json"), read("sampler.json")
     step = checkpoint.latest_good(run_dir) if step is None else step
     if step is None:
         raise ValueError(f"{run_dir} has no good checkpoint yet; let the run reach its first one")
@@ -34,9 +34,12 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
     state = trees.unflatten(flat)
     trained = state.get("ema", state["trained"])
     if config["lora"]["rank"]:
-        note = {"step": str(step), "run": run_dir.name}
-        note |= {key: str(config["sampling"][key]) for key in ("grid", "steps", "shift")}
-        return lora.write(lora.of_trees(trained, note), out, dialect, stem=run_dir.name)
+        note = {"step": str(step), "run": run_dir.name, "wanjax.sampler": json.dumps(sampler)}
+        adapter = lora.of_trees(trained, note)
+        if config["lora"]["start"]:  # experts of an earlier stage, which the run kept as they were
+            for expert, pairs in lora.read(config["lora"]["start"]).modules.items():
+                adapter.modules.setdefault(expert, pairs)
+        return lora.write(adapter, out, dialect, stem=run_dir.name)
     if dialect != "diffusers":
         raise ValueError(
             f"the run trained full weights: they become a diffusers folder, not {dialect}; "
@@ -44,7 +47,27 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
         )
     params, model = weights.load(config["model"]["path"])
     weights.save_diffusers({**params, **trained}, model, out)
+    _set_sampler(pathlib.Path(out), sampler)
     return [pathlib.Path(out)]
+
+
+def _set_sampler(folder: pathlib.Path, sampler: dict) -> None:
+    """Say in a diffusers folder how the run samples; a few-step student also gets its scheduler.
+
+    A scheduler of diffusers keeps no list of levels; it takes "sigmas" of wanjax.json by
+    scheduler.set_timesteps = functools.partial(scheduler.set_timesteps, sigmas=sigmas).
+    """
+    extra = json.loads((folder / "wanjax.json").read_text(encoding="utf-8"))
+    weights.dump_json(folder / "wanjax.json", extra | {"sampler": sampler})
+    if "sigmas" not in sampler:
+        return
+    euler, lcm = "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler"
+    name = lcm if sampler["solver"] == "renoise" else euler
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index |= {"scheduler": ["diffusers", name], "boundary_ratio": sampler["boundary"]}
+    weights.dump_json(folder / "model_index.json", index)
+    scheduler = {"_class_name": name, "num_train_timesteps": 1000, "shift": 1.0}
+    weights.dump_json(folder / "scheduler/scheduler_config.json", scheduler)
 
 
 def main(argv=None) -> None:

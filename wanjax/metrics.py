@@ -23,7 +23,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -213,6 +213,47 @@ def phase(times: dict[str, float], name: str) -> Iterator[None]:
     finally:
         key = f"time/{name}"
         times[key] = times.get(key, 0.0) + time.monotonic() - start
+
+
+def ready(pending, times: dict[str, float]) -> Iterator:
+    """Yield the videos of (latents, video) pairs, all of them queued on the device in this order,
+    as they become ready, adding the waits to time/rollout and time/decode."""
+    for latents, video in pending:
+        with phase(times, "rollout"):
+            jax.block_until_ready(latents)
+        with phase(times, "decode"):
+            jax.block_until_ready(video)
+        yield video
+
+
+def clocked(function: Callable, times: dict[str, float], name: str) -> Callable:
+    """The function, adding the seconds of each call to time/<name>, from whatever thread."""
+
+    def run(*args):
+        with phase(times, name):
+            return function(*args)
+
+    return run
+
+
+# Dense bf16 FLOP/s of one device by a part of its device_kind; NVIDIA's data sheets (SXM), Google
+# Cloud's TPU pages.
+PEAKS = {
+    "H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12, "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v6": 918e12,
+}  # fmt: skip
+
+
+def speed(flops: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """perf/tflops/<phase> of one device for each phase {name: model FLOPs of all devices}, and
+    perf/mfu over these phases where the device's peak is known."""
+    seconds = {name: times[f"time/{name}"] * jax.device_count() for name in flops}
+    found = {f"perf/tflops/{name}": flops[name] / seconds[name] / 1e12 for name in flops}
+    kind = jax.devices()[0].device_kind
+    peaks = [peak for part, peak in PEAKS.items() if part in kind]
+    if peaks and flops:
+        found["perf/mfu"] = sum(flops.values()) / sum(seconds.values()) / peaks[0]
+    return found
 
 
 def peak_memory() -> dict[str, float]:

@@ -178,6 +178,9 @@ def _in_words(run):
             before, after = _percent(s["success_before"]), _percent(s["success_after"])
             text += f", strict success went from {before} to {after}"
         text += ". "
+    elif "loss_before" in s and "loss_after" in s:
+        before, after = _num(s["loss_before"]), _num(s["loss_after"])
+        text = f"The loss on held-out clips went from {before} to {after}. "
     elif curve := _reward_curve(run):
         few = max(len(curve) // 10, 1)
         first, last = statistics.fmean(curve[:few]), statistics.fmean(curve[-few:])
@@ -205,12 +208,14 @@ def _tiles(run):
     for name, label, show in (
         ("reward", "mean reward", _num),
         ("success", "strict success", _percent),
+        ("loss", "validation loss", _num),
     ):
         before, after = s.get(f"{name}_before"), s.get(f"{name}_after")
         if before is not None and after is not None:
             gain = after - before
             change = f"{gain:+.3g}" if show is _num else f"{100 * gain:+.1f} points"
-            tone = "up" if gain > 0 else "down" if gain < 0 else "soft"
+            good = -gain if name == "loss" else gain
+            tone = "up" if good > 0 else "down" if good < 0 else "soft"
             value = f"<i>{show(before)} →</i> {show(after)}"
             tiles.append(_tile(f"{label}, before → after", value, change, tone))
     total = f" <i>/ {run.config['steps']}</i>" if "steps" in run.config else ""

@@ -4,6 +4,11 @@
         --prompt "a red circle moving left and a blue square moving up on a gray background"
     python -m wanjax.sample --model /models/Wan2.2-T2V-A14B-Diffusers --out samples \
         --lora x_high_noise.safetensors --lora x_low_noise.safetensors@0.8 --prompt "..."
+    python -m wanjax.sample --model /models/Wan2.2-I2V-A14B-Diffusers --out samples \
+        --image first_frame.png --prompt "..."
+
+Files of wanjax say how they were trained to be sampled: steps, levels, shift, boundary, solver and
+guidance come from there unless --steps, --grid, --shift or --solver is given.
 
 Shapes: B samples, P prompts.
 """
@@ -11,6 +16,7 @@ Shapes: B samples, P prompts.
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 import sys
@@ -24,14 +30,16 @@ from convert import weights
 from wanjax import sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.data import text, video
-from wanjax.models import lora, presets, umt5
+from wanjax.models import condition, lora, presets, umt5
 
 
-def generate(setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first_id: int = 0):
+def generate(
+    setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first_id: int = 0, cond=None
+):
     """uint8 videos [B, frames, height, width, 3] of B contexts by the ODE solver of setup.
 
-    policy: {expert: (params, adapter)}. Sample i starts from the noise of (seed, first_id + i),
-    whatever the batching.
+    policy: {expert: (params, adapter)}; cond: first frames as of models.condition, or None. Sample
+    i starts from the noise of (seed, first_id + i), whatever the batching.
     """
     count, size = len(ctx_BSE), setup.sampling.batch
     videos = []
@@ -39,9 +47,10 @@ def generate(setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first
         rows = np.minimum(
             np.arange(first, first + size), count - 1
         )  # the last batch keeps its shape
+        given = {name: a[rows] for name, a in (cond or {}).items()}
         x0 = states.sample_latents(
             policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
-            jnp.asarray(rows + first_id), setup=setup,
+            jnp.asarray(rows + first_id), given, setup=setup,
         )  # fmt: skip
         videos.append(states.decode(vae_params, x0, config=setup.model.vae))
     return np.concatenate([sharding.fetch(v) for v in videos])[:count]
@@ -72,10 +81,13 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
 
 
 def load_model(
-    path, *, dtype="float32", param_dtype="float32", attention="auto", remat="none", mesh=None
-):
+    path, *, dtype="float32", param_dtype="float32", attention="auto", remat="none", mesh=None,
+    experts_only=False,
+):  # fmt: skip
     """(params, ModelConfig) with the run-time fields of the transformer set."""
-    params, model = weights.load(path, mesh=mesh, dtype=jnp.dtype(param_dtype))
+    params, model = weights.load(
+        path, mesh=mesh, dtype=jnp.dtype(param_dtype), experts_only=experts_only
+    )
     run = dataclasses.replace(model.wan, dtype=dtype, attention=attention, remat=remat)
     return params, dataclasses.replace(model, wan=run)
 
@@ -89,10 +101,11 @@ def main(argv=None) -> None:
     add("--model", required=True, help="diffusers folder, any Wan checkpoint, or tinywan22")
     add("--lora", action="append", default=[], help="FILE[:high|low][@strength], repeatable")
     add("--prompt", action="append", required=True, help="repeatable")
+    add("--image", action="append", default=[], help="first frame: one for all prompts, or each")
     add("--negative", help="negative prompt; default: the model's")
     add("--out", required=True, help="folder for mp4 files")
     add("--steps", type=int)
-    add("--solver", default="unipc", choices=sorted(sampler.SOLVERS))
+    add("--solver", choices=[*sorted(sampler.SOLVERS), "renoise"], help="default: unipc")
     add("--grid", help="sigma grid; default: unipc for --solver unipc, else simple")
     add("--shift", type=float)
     add("--guidance_high", type=float)
@@ -114,21 +127,28 @@ def _run(args) -> None:
     params, model = load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
     defaults = model.sampling
     pick = lambda given, default: default if given is None else given
+    note = _sampler_note(args)
+    solver = note.get("solver") or args.solver or "unipc"
+    scales = dataclasses.asdict(defaults.guidance) | note.get("guidance", {})
     guidance = presets.Guidance(
-        pick(args.guidance_high, defaults.guidance.high),
-        pick(args.guidance_low, defaults.guidance.low),
+        pick(args.guidance_high, scales["high"]), pick(args.guidance_low, scales["low"])
     )
-    grid = args.grid or ("unipc" if args.solver == "unipc" else "simple")
+    levels = note.get("sigmas")
     plan = schedule.make_schedule(
-        grid, pick(args.steps, defaults.steps), pick(args.shift, defaults.shift), model.boundary
+        note.get("grid") or args.grid or ("unipc" if solver == "unipc" else "simple"),
+        note.get("steps") or pick(args.steps, defaults.steps),
+        1.0 if levels else note.get("shift") or pick(args.shift, defaults.shift),
+        note.get("boundary", model.boundary),
+        levels,
     )
     sampling = states.SamplingConfig(
         schedule=plan, guidance=guidance, height=pick(args.height, defaults.height),
         width=pick(args.width, defaults.width), frames=pick(args.frames, defaults.frames),
-        solver=args.solver, batch=args.batch,
+        solver=solver, batch=args.batch,
     )  # fmt: skip
     setup = states.sampling_setup(model, sampling)
     states.latent_shape(setup)
+    images = _images(args, model, sampling)
     scales = {"high": guidance.high, "low": guidance.low}
     print(schedule.describe(plan, scales), flush=True)
     for expert, adapter, strength in _adapters(args.lora, model):
@@ -137,23 +157,87 @@ def _run(args) -> None:
     encode = make_encoder(model, params, [negative, *args.prompt])
     uncond = jnp.asarray(encode([negative]))
     policy = {expert: (params[expert], {}) for expert in model.experts}
+    encoders = {name: tree for name, tree in params.items() if name not in model.experts}
+    frames_of = jax.jit(
+        lambda encoders, image: condition.first_frame(
+            encoders, image[None] / 127.5 - 1, sampling.frames, model=model
+        )
+    )
+    first_frame = functools.partial(frames_of, encoders)
     out = pathlib.Path(args.out)
     for i, prompt in enumerate(args.prompt):
         ctx = encode([prompt])
-        frames = generate(setup, policy, params["vae"], ctx, uncond, seed=args.seed, first_id=i)[0]
+        cond = first_frame(images[i]) if images else None
+        frames = generate(
+            setup, policy, params["vae"], ctx, uncond, seed=args.seed, first_id=i, cond=cond
+        )[0]
         video.write_mp4(out / f"{i:03d}.mp4", frames, defaults.fps)
         (out / f"{i:03d}.txt").write_text(prompt + "\n", encoding="utf-8")
         print(f"{out / f'{i:03d}.mp4'}  {prompt}", flush=True)
+
+
+def _images(args, model, sampling) -> list[np.ndarray]:
+    """The first frame [H, W, 3] of each prompt, cut to the size of the video; [] without images."""
+    form = condition.kind(model)
+    if form == "latents" and not args.image:
+        raise ValueError(f"model {model.name} starts from an image; give its file with --image")
+    if args.image and not form:
+        raise ValueError(f"model {model.name} makes videos from text only; leave out --image")
+    if len(args.image) not in (0, 1, len(args.prompt)):
+        raise ValueError(
+            f"{len(args.image)} --image for {len(args.prompt)} --prompt; expected one for all, or "
+            "one each"
+        )
+    size = sampling.height, sampling.width
+    images = [video.fit(video.read_image(path), *size) for path in args.image]
+    return images * len(args.prompt) if len(images) == 1 else images
+
+
+def sampler_note(setup) -> dict:
+    """How a trained model is to be sampled, as exports say it: the levels themselves (sigmas, with
+    the shift applied) of an explicit grid, else what makes them."""
+    sampling = setup.sampling
+    plan = sampling.schedule
+    note = {
+        "grid": plan.grid,
+        "steps": plan.steps,
+        "shift": plan.shift,
+        "boundary": plan.boundary,
+        "solver": sampling.solver,
+        "guidance": dataclasses.asdict(sampling.guidance),
+    }
+    if plan.grid == "explicit":
+        note["sigmas"] = plan.sigmas[:-1].tolist()
+    return note
+
+
+def _sampler_note(args) -> dict:
+    """The note of the adapter files, or of the model folder; {} where none is or flags differ."""
+    if args.steps or args.grid or args.shift or args.solver:
+        return {}
+    sources = [path for path, _, _ in map(_split, args.lora)]
+    notes = [convert_lora.read(path).metadata.get("wanjax.sampler") for path in sources]
+    folder = pathlib.Path(args.model) / "wanjax.json"
+    if not any(notes) and folder.is_file():
+        sources = [folder]
+        notes = [json.dumps(json.loads(folder.read_text(encoding="utf-8")).get("sampler", {}))]
+    found = {note: path for note, path in zip(notes, sources, strict=True) if note}
+    if len(found) > 1:
+        raise ValueError(
+            f"{' and '.join(map(str, found.values()))} were trained with different samplers; say "
+            "how to sample them together with --steps and --solver"
+        )
+    for note, path in found.items():
+        print(f"sampler of {path}: {note}", flush=True)
+        return json.loads(note)
+    return {}
 
 
 def _adapters(arguments: list[str], model) -> list[tuple]:
     """[(expert, adapter tree, strength)] of FILE[:high|low][@strength] arguments."""
     found = []
     for argument in arguments:
-        rest, _, strength = argument.rpartition("@") if "@" in argument else (argument, "", "1")
-        path, _, expert = (
-            rest.rpartition(":") if rest.endswith((":high", ":low")) else (rest, "", "")
-        )
+        path, expert, strength = _split(argument)
         if not _is_number(strength):
             raise ValueError(f"--lora {argument}: strength {strength!r} is not a number")
         adapters = convert_lora.load(path, model, expert=expert or None)
@@ -164,6 +248,13 @@ def _adapters(arguments: list[str], model) -> list[tuple]:
                 )
             found.append((name, tree, float(strength)))
     return found
+
+
+def _split(argument: str) -> tuple[str, str, str]:
+    """(path, expert or "", strength) of FILE[:high|low][@strength]."""
+    rest, _, strength = argument.rpartition("@") if "@" in argument else (argument, "", "1")
+    path, _, expert = rest.rpartition(":") if rest.endswith((":high", ":low")) else (rest, "", "")
+    return path, expert, strength
 
 
 def _is_number(value: str) -> bool:

@@ -88,6 +88,33 @@ def sample(denoise, x, schedule, *, solver="euler"):
     return x0
 
 
+def few_step(denoise, x, key, sample_ids, schedule, *, renoise, start=0, stop=None):
+    """Take steps start … stop − 1 of a few-step sampler (all by default); returns x in float32.
+
+    Every step predicts x0 = x − σ·v and goes to the next level with the noise that x and x0 imply,
+    which is Euler's step, or with fresh noise (renoise). Arguments as in `rollout`; an expert may
+    be missing when stop comes before its steps. start and stop may be traced: one program serves
+    every exit step. Not differentiable.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    stop = schedule.steps if stop is None else stop
+    sigma_I = jnp.asarray(schedule.sigmas, x.dtype)
+    t_I = jnp.asarray(schedule.timesteps, jnp.float32)
+
+    def step(i, x, velocity):
+        v = velocity(x, jnp.full(x.shape[:1], t_I[i])).astype(x.dtype)
+        if not renoise:
+            return x + (sigma_I[i + 1] - sigma_I[i]) * v
+        noise = _noise(key, sample_ids, i + 1, x.shape[1:]).astype(x.dtype)
+        return (1 - sigma_I[i + 1]) * (x - sigma_I[i] * v) + sigma_I[i + 1] * noise
+
+    for name, lo, hi in _phases(schedule):
+        if name in denoise:
+            first, last = (jnp.clip(edge, lo, hi) for edge in (start, stop))
+            x = jax.lax.fori_loop(first, last, lambda i, x, run=denoise[name]: step(i, x, run), x)
+    return x
+
+
 def rollout(
     denoise,
     x,

@@ -25,7 +25,8 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "embed": ("fsdp", "context"),  # the weight dimension that is gathered before use
-    "layers": (),  # scanned blocks; `stage` splits them only inside the pipelined form
+    "layers": ("stage",),  # scanned blocks, in order
+    "stage": ("stage",),  # blocks as a pipeline holds them
 }
 
 
@@ -93,6 +94,22 @@ def fetch(x) -> np.ndarray:
     if jax.process_count() == 1 or not isinstance(x, jax.Array) or x.is_fully_addressable:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def to_host(tree):
+    """Move arrays to pinned host memory, split as they are, so that an idle expert holds no device
+    memory once the originals are dropped. A backend without such memory keeps them as they are."""
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if "pinned_host" not in kinds:
+        return tree
+    move = lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    return jax.tree.map(move, tree)
+
+
+def to_device(tree):
+    """Bring arrays of `to_host` back to device memory; works inside jit as well, where XLA may
+    start the copy ahead of the first use."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
 def tree_shardings(mesh: Mesh, tree, axes_of):

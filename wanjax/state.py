@@ -4,7 +4,9 @@ uses.
 params[role][expert] are base trees, adapters[name][expert] low-rank trees, opt[expert] optimizer
 states. With adapters the base is frozen and `default` is trained; with full weights
 params["student"] is trained and a frozen copy under "reference" exists only when a KL penalty
-needs it. Every function below treats the experts of a run alike.
+needs it. Other roles (teacher, critic) may have a base of another variant; one that names none
+shares the student's, so with adapters a role costs its adapter alone. Every function below treats
+the experts of a run alike.
 """
 
 import functools
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from wanjax import advantages, optim, sampler, schedule, sharding, trees
-from wanjax.models import lora, presets, vae, wan
+from wanjax.models import condition, lora, presets, vae
 
 AVERAGES = ("old", "ema")  # kept beside the trained weights by some algorithms
 
@@ -28,7 +30,7 @@ class Item:
     texts: list[str]
     ctx_PSE: Any  # text rows, one context per prompt
     x0_PTHWC: Any = None  # normalised clean latents
-    cond: Any = None  # extra inputs of the model (see wan.denoise), leading axis P
+    cond: Any = None  # extra inputs of the model (see models.condition), leading axis P
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,7 @@ class State(struct.PyTreeNode):
     params: dict  # role -> expert -> tree
     adapters: dict  # name -> expert -> tree; {} when full weights are trained
     opt: dict  # expert -> optimizer state
+    role_opt: dict = struct.field(default_factory=dict)  # the same of other trained roles, by role
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class SamplingConfig:
     guidance_mode: str = (
         "batch"  # cond and uncond in one batch, or "sequential" for half the memory
     )
-    solver: str = "euler"  # of ODE steps
+    solver: str = "euler"  # of ODE steps, or "renoise": the few-step sampler with fresh noise
     batch: int = 8  # samples per device call
 
 
@@ -96,7 +99,9 @@ class Setup:
     seed: int
     algorithm: Any  # the algorithm's own config
     rewards: dict = field(default_factory=dict)  # name -> weight
+    reward_failure: str = "stop"  # see rewards.FAILURE
     roles: dict = field(default_factory=dict)  # role other than the student -> ModelConfig
+    role_optim: dict = field(default_factory=dict)  # those that are trained -> expert -> config
 
 
 def sampling_setup(model: presets.ModelConfig, sampling: SamplingConfig) -> Setup:
@@ -127,16 +132,7 @@ def init(key, setup: Setup, params: dict, *, keep_reference: bool) -> State:
     adapters = {}
     roles = {"student": params}
     if setup.lora.rank:
-        adapters["default"] = {
-            expert: lora.init(
-                jax.random.fold_in(key, i),
-                params[expert],
-                rank=setup.lora.rank,
-                alpha=setup.lora.alpha,
-                targets=setup.lora.targets,
-            )
-            for i, expert in enumerate(setup.experts)
-        }
+        adapters["default"] = _adapters(key, setup.lora, params, setup.experts)
     elif keep_reference:
         copy = lambda tree: jax.tree.map(jnp.copy, tree)
         roles["reference"] = {expert: copy(params[expert]) for expert in setup.experts}
@@ -145,27 +141,91 @@ def init(key, setup: Setup, params: dict, *, keep_reference: bool) -> State:
     return state.replace(opt=opt)
 
 
-def trainable(state: State, setup: Setup) -> dict:
-    """{expert: tree} that the optimizers move."""
-    source = state.adapters["default"] if setup.lora.rank else state.params["student"]
-    return {expert: source[expert] for expert in setup.experts}
+def with_role(key, state: State, setup: Setup, role: str, params: dict | None) -> State:
+    """State with a role beside the student, trained where setup.role_optim names it.
+
+    params: its base {expert: tree}; None shares the student's, of which a role that full weights
+    move, or that must stay while they move, gets a copy.
+    """
+    optims = setup.role_optim.get(role, {})
+    if params is None and not setup.lora.rank:
+        copy = lambda tree: jax.tree.map(jnp.copy, tree)
+        student = state.params["student"]
+        params = {e: copy(tree) if e in setup.experts else tree for e, tree in student.items()}
+    if params is not None:
+        state = state.replace(params={**state.params, role: params})
+    if setup.lora.rank and optims:
+        adapter = _adapters(key, setup.lora, base(state, role), tuple(optims))
+        state = state.replace(adapters={**state.adapters, role: adapter})
+    opt = {e: optim.make(optims[e]).init(trainable(state, setup, role)[e]) for e in optims}
+    return state.replace(role_opt={**state.role_opt, role: opt}) if opt else state
 
 
-def frozen(state: State, setup: Setup) -> dict:
+def start_from(state: State, setup: Setup, adapters: dict) -> State:
+    """State at step 0 whose student begins at given adapters {expert: tree}, as do its averages.
+
+    An expert that is not trained keeps its adapter as it is. Raises ValueError for a trained expert
+    whose adapter has other layers or another rank than the run's.
+    """
+    for expert in set(adapters) & set(setup.experts):
+        shapes = [
+            {path: leaf.shape for path, leaf in trees.flatten(tree).items()}
+            for tree in (adapters[expert], state.adapters["default"][expert])
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the adapter of config.lora.start for expert {expert} has other layers or another "
+                "rank than the run; set config.lora.rank and targets to those it was trained with"
+            )
+    copy = lambda experts: {e: jax.tree.map(jnp.copy, adapters[e]) for e in experts}
+    groups = {"default": {**state.adapters["default"], **copy(adapters)}}
+    for name in set(AVERAGES) & set(state.adapters):
+        groups[name] = {**state.adapters[name], **copy(set(adapters) & set(setup.experts))}
+    return state.replace(adapters={**state.adapters, **groups})
+
+
+def base(state: State, role: str) -> dict:
+    """{expert: tree} of the weights under a role, which are the student's unless it has its own."""
+    return state.params.get(role, state.params["student"])
+
+
+def trainable(state: State, setup: Setup, role: str = "student") -> dict:
+    """{expert: tree} of a role that its optimizers move."""
+    source = state.adapters[_adapter(role)] if setup.lora.rank else state.params[role]
+    return {expert: source[expert] for expert in _trained(setup, role)}
+
+
+def frozen(state: State, setup: Setup, role: str = "student") -> dict:
     """{expert: tree} that goes beside `trainable`: the base, or the KL reference of full
     weights."""
     if setup.lora.rank:
-        return {expert: state.params["student"][expert] for expert in setup.experts}
-    return {e: state.params.get("reference", {}).get(e, {}) for e in setup.experts}
+        return {expert: base(state, role)[expert] for expert in _trained(setup, role)}
+    return {e: state.params.get("reference", {}).get(e, {}) for e in _trained(setup, role)}
 
 
-def replace_trainable(state: State, setup: Setup, trees_by_expert: dict) -> State:
-    """State with some experts' trained trees replaced."""
+def replace_trainable(
+    state: State, setup: Setup, trees_by_expert: dict, role: str = "student"
+) -> State:
+    """State with some experts' trained trees of a role replaced."""
     if setup.lora.rank:
-        default = {**state.adapters["default"], **trees_by_expert}
-        return state.replace(adapters={**state.adapters, "default": default})
-    student = {**state.params["student"], **trees_by_expert}
-    return state.replace(params={**state.params, "student": student})
+        name = _adapter(role)
+        moved = {**state.adapters[name], **trees_by_expert}
+        return state.replace(adapters={**state.adapters, name: moved})
+    moved = {**state.params[role], **trees_by_expert}
+    return state.replace(params={**state.params, role: moved})
+
+
+def optimizers(state: State, role: str = "student") -> dict:
+    """{expert: optimizer state} of a role."""
+    return state.opt if role == "student" else state.role_opt[role]
+
+
+def replace_optimizers(state: State, opt: dict, role: str = "student") -> State:
+    """State with some experts' optimizer states of a role replaced."""
+    opt = {**optimizers(state, role), **opt}
+    if role == "student":
+        return state.replace(opt=opt)
+    return state.replace(role_opt={**state.role_opt, role: opt})
 
 
 def rollout_params(state: State, name: str = "default") -> dict:
@@ -176,11 +236,17 @@ def rollout_params(state: State, name: str = "default") -> dict:
     trained student for "default", or an average kept beside it ("old", "ema").
     """
     if state.adapters:
-        adapters = state.adapters[name]
+        adapters = {**state.adapters["default"], **state.adapters[name]}
         return {e: (params, adapters.get(e, {})) for e, params in state.params["student"].items()}
     student = state.params["student"]
     policy = student if name == "default" else {**student, **state.params[name]}
     return {expert: (params, {}) for expert, params in policy.items()}
+
+
+def role_params(state: State, role: str) -> dict:
+    """{expert: (params, adapter tree or {})} of a role beside the student."""
+    adapters = state.adapters.get(role, {})
+    return {e: (params, adapters.get(e, {})) for e, params in base(state, role).items()}
 
 
 def average(state: State, name: str, tree: dict) -> State:
@@ -200,7 +266,12 @@ def saved(state: State, setup: Setup) -> dict:
     """The part of the state that a checkpoint holds: all but the weights that were loaded."""
     kept = {"step": state.step, "trained": trainable(state, setup), "opt": state.opt}
     source = state.adapters or state.params
-    return kept | {name: source[name] for name in AVERAGES if name in source}
+    kept |= {name: source[name] for name in AVERAGES if name in source}
+    roles = {
+        role: {"trained": trainable(state, setup, role), "opt": opt}
+        for role, opt in state.role_opt.items()
+    }
+    return kept | ({"roles": roles} if roles else {})
 
 
 def with_saved(state: State, setup: Setup, tree: dict) -> State:
@@ -209,46 +280,68 @@ def with_saved(state: State, setup: Setup, tree: dict) -> State:
     for name in AVERAGES:
         if name in tree:
             state = average(state, name, tree[name])
-    return state.replace(step=tree["step"], opt=tree["opt"])
+    roles = tree.get("roles", {})
+    for role, saved_role in roles.items():
+        state = replace_trainable(state, setup, saved_role["trained"], role)
+    opt = {role: saved_role["opt"] for role, saved_role in roles.items()}
+    return state.replace(step=tree["step"], opt=tree["opt"], role_opt=opt)
 
 
-def velocity(setup: Setup, expert: str, params, adapter, ctx_BSE, uncond_BSE):
-    """The guided velocity of one expert as a function (x, t_B) -> v for sampler and losses."""
-    run = lambda x, t_B, ctx: wan.denoise(params, adapter, x, t_B, ctx, config=setup.model.wan)
-    scale = getattr(setup.sampling.guidance, expert)
-    return sampler.cfg(run, scale, ctx_BSE, uncond_BSE, mode=setup.sampling.guidance_mode)
+def velocity(
+    setup: Setup, expert: str, params, adapter, ctx_BSE, uncond_BSE, cond=None, *,
+    role: str = "student", scale: float | None = None,
+):  # fmt: skip
+    """The guided velocity of one expert as a function (x, t_B) -> v for sampler and losses.
+
+    scale: guidance; None takes the run's.
+    """
+    config = setup.roles.get(role, setup.model).wan
+
+    def run(x, t_B, inputs):
+        return condition.denoise(params, adapter, x, t_B, *inputs, config=config)
+
+    weight = getattr(setup.sampling.guidance, expert) if scale is None else scale
+    mode = setup.sampling.guidance_mode
+    return sampler.cfg(run, weight, (ctx_BSE, cond), (uncond_BSE, cond), mode=mode)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",))
-def sample_latents(policy, ctx_BSE, uncond_1SE, key, ids, *, setup: Setup):
-    """Final latents [B, T, H, W, C] float32 by the ODE solver; sample i depends on (key, ids[i]).
+def sample_latents(policy, ctx_BSE, uncond_1SE, key, ids, cond=None, *, setup: Setup):
+    """Final latents [B, T, H, W, C] float32 by the run's solver; sample i depends on (key, ids[i]).
 
-    policy: {expert: (params, adapter)}; ctx_BSE one text context per sample.
+    policy: {expert: (params, adapter)}; ctx_BSE one text context per sample; cond as of
+    condition.first_frame, for image-to-video.
     """
     x = sampler.initial_noise(key, ids, latent_shape(setup))
     x = sharding.constrain(x, "batch", None, None, None, None)
-    velocities = policy_velocities(policy, ctx_BSE, uncond_1SE, setup=setup)
+    velocities = policy_velocities(policy, ctx_BSE, uncond_1SE, cond, setup=setup)
     plan = setup.sampling
-    return sampler.sample(velocities, x, plan.schedule, solver=plan.solver)
+    if plan.solver == "renoise":
+        x0 = sampler.few_step(velocities, x, key, ids, plan.schedule, renoise=True)
+    else:
+        x0 = sampler.sample(velocities, x, plan.schedule, solver=plan.solver)
+    return condition.hold(x0, cond)
 
 
-def policy_velocities(policy, ctx_BSE, uncond_1SE, *, setup: Setup) -> dict:
+def policy_velocities(policy, ctx_BSE, uncond_1SE, cond=None, *, setup: Setup) -> dict:
     """{expert: guided velocity (x, t_B) -> v} of a policy, for the two-phase sampler."""
     uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ctx_BSE), *uncond_1SE.shape[1:]))
     return {
-        expert: velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE)
+        expert: velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE, cond)
         for expert, (params, adapter) in policy.items()
     }
 
 
-def check_batches(setup: Setup, units: str = "samples") -> None:
+def check_batches(setup: Setup, units: str = "samples", number: int = 0) -> None:
     """Raise ValueError when samples, updates, rollouts and micro-batches do not divide.
 
-    units: what optimizer steps share out, "samples", or "pairs" of which each prompt gives one.
+    units, number: what optimizer steps share out, and how many there are; 0 = all samples.
     """
     config = setup.algorithm
+    if not setup.rewards:
+        raise ValueError("config.reward is empty; set for example config.reward.shapes = 1.0")
     samples = config.group_size * config.prompts_per_step
-    number = samples if units == "samples" else config.prompts_per_step
+    number = number or samples
     share, rest = divmod(number, config.updates)
     if config.group_size < 2:
         raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
@@ -301,13 +394,40 @@ def latent_shape(setup: Setup) -> tuple[int, int, int, int]:
 def describe(state: State, setup: Setup) -> str:
     """A table of the trees in the state: role or adapter, expert, parameters, trained or frozen."""
     rows = [f"{'tree':24} {'parameters':>15}  use"]
-    learned = "params/student" if not setup.lora.rank else "adapters/default"
+    learned = {
+        f"{'adapters' if setup.lora.rank else 'params'}/{name}": _trained(setup, role)
+        for role in ("student", *state.role_opt)
+        for name in [_adapter(role) if setup.lora.rank else role]
+    }
     for kind, group in (("params", state.params), ("adapters", state.adapters)):
         for name, experts in group.items():
             for expert, tree in experts.items():
-                moved = f"{kind}/{name}" == learned and expert in setup.experts
+                moved = expert in learned.get(f"{kind}/{name}", ())
                 label = f"{kind}/{name}/{expert}"
                 rows.append(
                     f"{label:24} {trees.count(tree):15,}  {'trained' if moved else 'frozen'}"
                 )
+    shared = set(setup.roles) - set(state.params)
+    rows += [f"{'params/' + role:24} {0:15,}  the student's" for role in sorted(shared)]
     return "\n".join(rows)
+
+
+def _adapter(role: str) -> str:
+    """Name of the adapter that training a role moves."""
+    return "default" if role == "student" else role
+
+
+def _trained(setup: Setup, role: str) -> tuple[str, ...]:
+    """The experts of a role that are trained."""
+    return setup.experts if role == "student" else tuple(setup.role_optim.get(role, {}))
+
+
+def _adapters(key, config: LoraConfig, params: dict, experts) -> dict:
+    """Fresh adapter trees {expert: tree}."""
+    return {
+        expert: lora.init(
+            jax.random.fold_in(key, i), params[expert],
+            rank=config.rank, alpha=config.alpha, targets=config.targets,
+        )
+        for i, expert in enumerate(experts)
+    }  # fmt: skip

@@ -3,9 +3,10 @@
     python -m wanjax.train --config configs/quickstart.py
     python -m wanjax.train --config configs/grpo_wan22.py:small --config.name=trial --dry_run
 
-The loop is: prompts of the step -> collect (rollout, decode, reward, advantage) -> update ->
-metrics -> checkpoint. A run lives in runs/<name>/ and continues from its last good checkpoint
-when it is started again; interrupted anywhere, it ends with the same bits as one that was not.
+The loop is: prompts or clips of the step -> collect (rollout, decode, reward, advantage; clips as
+they are) -> update -> metrics -> checkpoint. A run lives in runs/<name>/ and continues from its
+last good checkpoint when it is started again; interrupted anywhere, it ends with the same bits as
+one that was not.
 """
 
 import dataclasses
@@ -40,13 +41,14 @@ from wanjax import (
     trees,
 )
 from wanjax import state as states
-from wanjax.algorithms import grpo, nft
+from wanjax.algorithms import dmd2, grpo, nft, sft
+from wanjax.data import latents, text, video
 from wanjax.data import prompts as prompt_files
-from wanjax.data import video
-from wanjax.models import presets
+from wanjax.losses import flow
+from wanjax.models import condition, presets, wan
 from wanjax.rewards import shapes
 
-ALGORITHMS = {"grpo": grpo, "nft": nft}
+ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
 
 
 def main(config, dry_run: bool = False) -> pathlib.Path:
@@ -56,31 +58,53 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     check_keys(config.to_dict(), default.get_config().to_dict())
     run_dir = pathlib.Path(config.workdir) / config.name
     algorithm = _pick(ALGORITHMS, config.algorithm, "config.algorithm")
-    train_prompts, eval_prompts = distributed.everywhere(
-        lambda: (_prompts(config.prompts), _prompts(config.eval.prompts))
+    # what a step trains on; else prompts
+    clips = algorithm.DATA == "latents" or algorithm.DATA == "either" and bool(config.data.path)
+    train_prompts, eval_prompts, source = distributed.everywhere(
+        lambda: (
+            () if clips else _prompts(config.prompts),
+            _prompts(config.eval.prompts),
+            _clips(config) if clips else None,
+        )
     )
+    if config.reward_failure not in rewards.FAILURE:
+        raise ValueError(
+            f"config.reward_failure is {config.reward_failure!r}; expected one of {rewards.FAILURE}"
+        )
+    reward = None
+    if config.reward:  # missing packages and folders show here
+        make = lambda: rewards.combine(config.reward, config.reward_deadline)
+        reward = distributed.everywhere(make)
     facts = {"prompts": train_prompts, "eval.prompts": eval_prompts}
     facts = {name: distributed.fingerprint(texts) for name, texts in facts.items()}
+    facts["data"] = source.digest if source else ""
     distributed.agree({"config": config.to_dict(), **facts})
     mesh = sharding.make_mesh(dict(config.mesh))
-    stream = prompt_files.PromptStream(train_prompts, config.prompts_per_step, config.seed)
+    stream: Any = None
+    if not clips:
+        stream = prompt_files.PromptStream(train_prompts, config.prompts_per_step, config.seed)
 
     print(f"model    {config.model.path}", flush=True)
     params, model = sample.load_model(**dict(config.model), mesh=mesh)
-    setup = make_setup(config, model)
+    roles, role_models = _load_roles(config, model, mesh)
+    setup = make_setup(config, model, role_models)
     states.latent_shape(setup)
     algorithm.check(setup)
+    if source:
+        stream = _latent_stream(config, source, params, model)
     with sharding.use_mesh(mesh):
-        state = algorithm.init(
-            jax.random.key(config.seed), setup, {"student": {e: params[e] for e in model.experts}}
-        )
-        window = schedule.sde_steps(
-            setup.sampling.schedule, setup.sde.strategy, epoch=0, seed=config.seed
-        )
+        student = {e: params[e] for e in model.experts}
+        state = algorithm.init(jax.random.key(config.seed), setup, {"student": student, **roles})
+        if config.lora.start:
+            start = convert_lora.load(list(config.lora.start), model)
+            state = states.start_from(state, setup, jax.tree.map(jnp.asarray, start))
         table = schedule.describe(
-            setup.sampling.schedule, dataclasses.asdict(setup.sampling.guidance), window
-        )
+            setup.sampling.schedule, dataclasses.asdict(setup.sampling.guidance),
+            _stochastic_steps(config, setup),
+        )  # fmt: skip
         banner = _banner(config, setup, state, mesh, table)
+        if source:
+            banner += "\n" + stream.describe()
         print(banner, flush=True)
         if dry_run:
             print("dry run: config, model and shapes fit; nothing was written", flush=True)
@@ -89,14 +113,26 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if jax.process_index() == 0:
             (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
             checkpoint.write_json(run_dir / "facts.json", _facts(config, setup, state, mesh))
+            checkpoint.write_json(run_dir / "sampler.json", sample.sampler_note(setup))
         state = _restore(run_dir, state, setup, stream)
         negative = config.negative_prompt
         negative = model.sampling.negative_prompt if negative == "default" else negative
         encode = sample.make_encoder(model, params, [negative, *train_prompts, *eval_prompts])
         uncond_1SE = jnp.asarray(encode([negative]))
-        tools = states.Tools(params["vae"], uncond_1SE, rewards.combine(config.reward))
-        chosen = eval_prompts[: config.eval.number]
-        job = _Job(config, setup, run_dir, encode, tools, chosen, algorithm.EVALUATED)
+        tools = states.Tools(params["vae"], uncond_1SE, reward)
+        of_texts = lambda texts: states.Item(texts, encode(texts))
+        shown = config.eval.number if config.reward else config.eval.samples
+        chosen, preview = list(eval_prompts[:shown]), None
+        if chosen:
+            preview = of_texts(chosen)
+        elif source:
+            preview = stream.preview(shown, states.latent_shape(setup))
+        job = _Job(
+            config, setup, run_dir, tools, preview, algorithm.EVALUATED,
+            item=stream.at if source else lambda step: of_texts(stream.at(step)),
+            validate=_validation(algorithm, setup, stream, tools)
+            if algorithm.DATA == "latents" else None,
+        )  # fmt: skip
         state = _loop(job, algorithm, state, stream)
         _finish(job, state, started)
     return run_dir
@@ -109,10 +145,11 @@ class _Job:
     config: Any
     setup: states.Setup
     run_dir: pathlib.Path
-    encode: Callable  # prompts -> ctx_PSE
     tools: states.Tools
-    eval_prompts: tuple[str, ...]
+    preview: states.Item | None  # what evaluation makes videos of
     evaluated: str  # policy that is evaluated and exported
+    item: Callable  # step -> states.Item
+    validate: Callable | None  # state -> {name: mean over held-out clips}
 
 
 def _loop(job: _Job, algorithm, state, stream):
@@ -130,14 +167,14 @@ def _loop(job: _Job, algorithm, state, stream):
             if step == 0 or _due(config.eval_every, step) or _due(config.sample_every, step):
                 with metrics.phase(times, "eval"):
                     _evaluate(job, state, step, writer)
-            texts = stream.at(step)
-            with metrics.phase(times, "encode"):
-                ctx_PSE = job.encode(texts)
+            with metrics.phase(times, "data"):  # text encoding, or reading latents
+                item = job.item(step)
             with metrics.phase(times, "collect"):  # rollout, decode and reward overlap
-                batch = algorithm.collect(state, setup, states.Item(texts, ctx_PSE), job.tools)
+                batch = algorithm.collect(state, setup, item, job.tools)
             with metrics.phase(times, "update"):
                 state, values = algorithm.update(state, setup, batch)
                 jax.block_until_ready(state.step)
+            times |= metrics.speed(_flops(algorithm, setup, item), times)
             _check_finite(previous, saved)
             previous = (step, values)
             writer.write(step, {**batch.metrics, **values, **times, **save_times})
@@ -164,46 +201,91 @@ def _loop(job: _Job, algorithm, state, stream):
     return state
 
 
+def _flops(algorithm, setup, item: states.Item) -> dict[str, float]:
+    """Model FLOPs of a step by phase."""
+    clips = item.x0_PTHWC
+    shape = states.latent_shape(setup) if clips is None else clips.shape[1:]
+    patch = setup.model.wan.patch_size
+    grid = tuple(size // p for size, p in zip(shape, patch, strict=False))
+    one = wan.forward_flops(setup.model.wan, grid)
+    return {name: one * count for name, count in algorithm.forwards(setup).items()}
+
+
 def _evaluate(job: _Job, state, step: int, writer=None) -> None:
-    """Score the fixed evaluation prompts from fixed noise; write sample videos and
-    evals/step.json once."""
-    if not job.eval_prompts:
+    """Make, score and write videos of fixed prompts from fixed noise, measure held-out clips, and
+    write evals/step.json once."""
+    if not (job.preview or job.validate):
         return
-    config, texts = job.config, list(job.eval_prompts)
+    config = job.config
     path = job.run_dir / "evals" / f"step_{step:06d}.json"
     done = multihost_utils.broadcast_one_to_all(np.array(path.exists()))  # one answer for all
     if done:  # before the run was interrupted
         if writer:
             writer.write(step, json.loads(path.read_text(encoding="utf-8")))
         return
-    policy = states.rollout_params(state, job.evaluated)
-    ctx_PSE = job.encode(texts)
-    videos = sample.generate(
-        job.setup, policy, job.tools.vae, ctx_PSE, job.tools.uncond_1SE, seed=config.eval.seed
-    )
-    scores, info = job.tools.reward(videos, texts)
-    total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
-    result = {"eval/reward": float(total.mean())}
-    result |= {f"eval/{name}": float(np.mean(values)) for name, values in info.items()}
+    result, films = (job.validate(state) if job.validate else {}), []
+    videos, scores = _previews(job, job.preview, state) if job.preview else ((), {})
+    result |= {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
     if jax.process_index() != 0:
         return
-    shown = config.eval.samples
-    per_video = [
-        {"reward": float(total[i]), **{n.split("/")[-1]: float(v[i]) for n, v in info.items()}}
-        for i in range(shown)
-    ]
-    folder = video.write_samples(
-        job.run_dir, step, videos[:shown], texts[:shown], job.setup.model.sampling.fps, per_video
-    )
+    line = f"eval at step {step}: {_in_words(result)}"
+    if job.preview:
+        shown, texts = videos[: config.eval.samples], job.preview.texts
+        names = {name: name.split("/")[-1] for name in scores}
+        rows = [{names[n]: float(v[i]) for n, v in scores.items()} for i in range(len(shown))]
+        folder = video.write_samples(
+            job.run_dir, step, shown, texts[: len(shown)], job.setup.model.sampling.fps,
+            rows if scores else None,
+        )  # fmt: skip
+        films = [(f"samples/{i}", folder / f"{i:03d}.mp4", texts[i]) for i in range(len(shown))]
+        line += f" on {len(texts)} prompts, videos in {folder}"
     checkpoint.write_json(path, result)
-    line = f"eval at step {step}: reward {result['eval/reward']:.3f}"
-    if "eval/success" in result:
-        line += f", success {result['eval/success']:.1%}"
-    (writer.say if writer else print)(f"{line} on {len(texts)} prompts, videos in {folder}")
+    (writer.say if writer else print)(line)
     if writer:
         writer.write(step, result)
-        for i in range(shown):
-            writer.video(step, f"samples/{i}", folder / f"{i:03d}.mp4", texts[i])
+        for film in films:
+            writer.video(step, *film)
+
+
+def _previews(job: _Job, item: states.Item, state):
+    """(videos of the fixed prompts, {score: value of each}); no scores without a reward."""
+    config, policy = job.config, states.rollout_params(state, job.evaluated)
+    ctx_PSE, uncond_1SE = text.align(item.ctx_PSE, job.tools.uncond_1SE)
+    videos = sample.generate(
+        job.setup, policy, job.tools.vae, ctx_PSE, uncond_1SE,
+        seed=config.eval.seed, cond=item.cond,
+    )  # fmt: skip
+    if not job.tools.reward:
+        return videos, {}
+    scores, info = rewards.run(
+        [videos], item.texts, job.tools.reward, config.reward, failure=config.reward_failure
+    )
+    total = np.sum([config.reward[name] * scores[name] for name in scores], axis=0)
+    return videos, {"reward": total, **info}
+
+
+def _in_words(result: dict) -> str:
+    """The main values of an evaluation: losses of held-out clips, reward, success."""
+    losses = [n.removeprefix("eval/") for n in result if n.startswith("eval/loss/")]
+    parts = [f"{name} {result[f'eval/{name}']:.4g}" for name in losses]
+    if "eval/reward" in result:
+        parts.append(f"reward {result['eval/reward']:.3f}")
+    if "eval/success" in result:
+        parts.append(f"success {result['eval/success']:.1%}")
+    return ", ".join(parts) or "no scores"
+
+
+def _validation(algorithm, setup, stream, tools) -> Callable:
+    """A function state -> {name: mean over the held-out clips}."""
+
+    def run(state):
+        found: dict[str, list] = {}
+        for item, count in stream.heldout():
+            for name, value_P in algorithm.validate(state, setup, item, tools).items():
+                found.setdefault(name, []).append(value_P[:count])
+        return {name: float(np.concatenate(parts).mean()) for name, parts in found.items()}
+
+    return run
 
 
 def _finish(job: _Job, state, started: float) -> None:
@@ -214,9 +296,10 @@ def _finish(job: _Job, state, started: float) -> None:
     with metrics.phase(times, "eval"):
         _evaluate(job, state, step)
     if job.setup.lora.rank:
-        note = {"step": step, "grid": job.config.sampling.grid, "steps": job.config.sampling.steps,
-                "shift": job.setup.sampling.schedule.shift}  # fmt: skip
-        adapters = jax.tree.map(sharding.fetch, state.adapters[job.evaluated])
+        note = {"step": step, "wanjax.sampler": json.dumps(sample.sampler_note(job.setup))}
+        policy = states.rollout_params(state, job.evaluated)
+        adapters = {e: jax.tree.map(sharding.fetch, tree) for e, (_, tree) in policy.items()
+                    if tree}  # fmt: skip
         files = convert_lora.to_diffusers(adapters, job.run_dir / "export", note)
         if files:
             print("adapters " + "  ".join(str(file) for file in files), flush=True)
@@ -240,22 +323,59 @@ def _finish(job: _Job, state, started: float) -> None:
             for name in ("reward", "success"):
                 if f"eval/{name}" in result:
                     summary[f"{name}_{when}"] = result[f"eval/{name}"]
-    if job.eval_prompts:
-        summary["eval_prompts"] = len(job.eval_prompts)
+            losses = [v for name, v in result.items() if name.startswith("eval/loss/")]
+            if losses:  # of held-out clips, mean over the experts
+                summary[f"loss_{when}"] = sum(losses) / len(losses)
+    if job.preview and job.tools.reward:
+        summary["eval_prompts"] = len(job.preview.texts)
     checkpoint.write_json(job.run_dir / "summary.json", summary)
     report.write_report([job.run_dir], page)
-    for name in ("reward", "success"):
+    for name in ("reward", "success", "loss"):
         if f"{name}_after" in summary:
             before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-            print(
-                f"{name:8} {before:.3f} -> {after:.3f} on {len(job.eval_prompts)} prompts",
-                flush=True,
-            )
+            on = "held-out clips" if name == "loss" else f"{summary['eval_prompts']} prompts"
+            print(f"{name:8} {before:.3f} -> {after:.3f} on {on}", flush=True)
     print(f"report   {page}", flush=True)
 
 
-def make_setup(config, model: presets.ModelConfig) -> states.Setup:
-    """The frozen Setup of a checked config; raises ValueError naming the key to change."""
+def _load_roles(config, model: presets.ModelConfig, mesh) -> tuple[dict, dict]:
+    """(weights {role: {expert: tree}}, {role: ModelConfig}) of the roles beside the student.
+
+    A role without a path has the student's model and no weights of its own; equal paths are loaded
+    once.
+    """
+    if config.algorithm != "dmd2":
+        return {}, {}
+    loaded, weights, models = {}, {}, {}
+    for role in ("teacher", "critic"):
+        own = config.roles[role]
+        source = (own.path, own.param_dtype)
+        if own.path and source not in loaded:
+            print(f"{role:8} {own.path}", flush=True)
+            run = {**config.model.to_dict(), "path": own.path, "param_dtype": own.param_dtype}
+            loaded[source] = sample.load_model(**run, mesh=mesh, experts_only=True)
+        if own.path:
+            weights[role], models[role] = loaded[source]
+        else:
+            models[role] = model
+    return weights, models
+
+
+def _stochastic_steps(config, setup):
+    """Steps that the table of the schedule calls SDE."""
+    plan = setup.sampling.schedule
+    if setup.sampling.solver == "renoise":
+        return range(plan.steps)
+    if config.algorithm in ("sft", "dmd2"):
+        return ()
+    return schedule.sde_steps(plan, setup.sde.strategy, epoch=0, seed=config.seed)
+
+
+def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
+    """The frozen Setup of a checked config; raises ValueError naming the key to change.
+
+    roles: ModelConfig of each role beside the student, of which the critic is trained.
+    """
     for expert in config.experts:
         if expert not in model.experts:
             raise ValueError(
@@ -264,19 +384,29 @@ def make_setup(config, model: presets.ModelConfig) -> states.Setup:
             )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)
+    levels = tuple(plan.sigmas) or None
     sampling = states.SamplingConfig(
         schedule=schedule.make_schedule(
-            plan.grid, plan.steps, plan.shift or defaults.shift, model.boundary
-        ),
+            plan.grid,
+            len(levels or ()) or plan.steps,
+            plan.shift or defaults.shift,
+            model.boundary,
+            levels,
+        ),  # fmt: skip
         guidance=presets.Guidance(scale("high"), scale("low")),
         guidance_mode=config.guidance.mode,
         **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch")},
     )
     kind, eta = sde.pop("kind"), sde.pop("eta")
-    sde["range"] = tuple(sde["range"]) or None
+    for name in ("range", "candidates", "decay"):  # empty: the strategy's own default
+        sde[name] = sde[name] or None
     strategy = schedule.Strategy(sde.pop("strategy"), **sde)
-    if not config.reward:
-        raise ValueError("config.reward is empty; set for example config.reward.shapes = 1.0")
+    role_optim = {}
+    if "critic" in roles:
+        whole = roles["critic"].experts
+        critics = config.experts if whole == model.experts else whole
+        own = config.roles.critic.optim
+        role_optim = {"critic": {e: optim.OptimConfig(**own[e].to_dict()) for e in critics}}
     return states.Setup(
         model=model,
         sampling=sampling,
@@ -285,13 +415,31 @@ def make_setup(config, model: presets.ModelConfig) -> states.Setup:
         experts=tuple(config.experts),
         optim={e: optim.OptimConfig(**config.optim[e].to_dict()) for e in config.experts},
         seed=config.seed,
-        algorithm=_algorithm_config(config),
+        algorithm=_algorithm_config(config, roles),
         rewards={name: weight for name, weight in config.reward.items()},
+        reward_failure=config.reward_failure,
+        roles=roles,
+        role_optim=role_optim,
     )
 
 
-def _algorithm_config(config):
+def _algorithm_config(config, roles: dict):
     """The frozen config of the chosen algorithm: common keys, then its own section."""
+    if config.algorithm == "dmd2":
+        own = config.dmd2.to_dict()
+        usual = roles["teacher"].sampling.guidance
+        own["guidance"] = {e: w or getattr(usual, e) for e, w in own["guidance"].items()}
+        items = config.data.batch if config.data.path else config.prompts_per_step
+        shared = {key: config[key] for key in ("group_size", "micro_samples", "updates")}
+        return dmd2.Config(items, **shared, **own)
+    if config.algorithm == "sft":
+        own = config.sft.to_dict()
+        density = flow.Density(*(own.pop(key) for key in ("density", "mean", "std", "scale")))
+        micro = {key: config[key] for key in ("micro_samples", "micro_steps", "mix_experts")}
+        dropout = config.data.caption_dropout
+        return sft.Config(
+            config.data.batch, density=density, caption_dropout=dropout, **micro, **own
+        )
     fields = ("group_size", "prompts_per_step", "advantage", "adv_clip_max", "updates")
     fields += ("micro_samples", "micro_steps", "mix_experts")
     common = {key: config[key] for key in fields}
@@ -303,7 +451,7 @@ def _algorithm_config(config):
         )  # fmt: skip
     return grpo.Config(
         **common, kl_beta=beta, kl_kind=config.kl.kind, clip=config.clip.to_dict(),
-        guard=config.guard, recompute_old_logp=config.recompute_old_logp,
+        guard=config.guard, best_of=config.best_of, recompute_old_logp=config.recompute_old_logp,
     )  # fmt: skip
 
 
@@ -331,6 +479,29 @@ def _prompts(source: str) -> tuple[str, ...]:
         everything = shapes.prompts(split, int(count))
         return tuple(shapes.prompts(split, int(count), len(everything), seed=0))
     return prompt_files.load_prompts(source)
+
+
+def _clips(config) -> latents.Source:
+    if not config.data.path:
+        raise ValueError(
+            "config.data.path is empty; set it to a folder that python -m wanjax.data cache wrote"
+        )
+    return latents.read(config.data.path)
+
+
+def _latent_stream(config, source, params, model) -> latents.LatentStream:
+    """The stream of clips; raises ValueError where data, model and config do not fit."""
+    if config.eval.prompts and condition.kind(model) == "latents":
+        raise ValueError(
+            f"config.eval.prompts has no first frames, which model {model.name} needs; set it to "
+            "'' to sample from clips"
+        )
+    data = config.data
+    stream = latents.LatentStream(
+        source, data.batch, config.seed, data.holdout, model, data.first_frame
+    )
+    latents.check_encoders(source, params)
+    return stream
 
 
 def _restore(run_dir, state, setup, stream):
@@ -365,7 +536,7 @@ def _banner(config, setup, state, mesh, table) -> str:
             f"mesh     {dict(mesh.shape)}",
             f"video    {s.frames} frames of {s.height}x{s.width}, "
             f"latents {states.latent_shape(setup)}",
-            f"step     {a.prompts_per_step} prompts x {a.group_size} = {samples} samples, "
+            f"step     {a.prompts_per_step} items x {a.group_size} = {samples} samples, "
             f"{a.updates} updates per rollout; {config.steps} steps",
             states.describe(state, setup),
             table,
@@ -415,7 +586,7 @@ def _command_line(argv) -> None:
     try:
         distributed.start(*place)
         main(_CONFIG.value, _DRY_RUN.value)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, rewards.RewardError) as error:
         distributed.leave(1, f"wanjax.train: {error}")
     except distributed.NeedsRestart as error:
         distributed.leave(distributed.RESTART, f"wanjax.train: {error}")

@@ -10,6 +10,7 @@ from tests import tiny
 from wanjax import sharding, trees
 from wanjax import state as states
 from wanjax.algorithms import grpo
+from wanjax.models import presets
 
 
 def _collect(setup, state=None):
@@ -283,3 +284,38 @@ def test_a_missing_expert_is_named():
     setup = tiny.make_setup()
     with pytest.raises(ValueError, match="config.experts names 'low'"):
         grpo.init(jax.random.key(0), setup, {"student": {"high": tiny.parameters()["high"]}})
+
+
+def test_best_of_trains_on_the_extremes_of_each_group_only():
+    setup = tiny.make_setup(algorithm__best_of=2, algorithm__micro_samples=2)
+    grpo.check(setup)
+    state, batch = _collect(setup)
+    adv = jnp.asarray([0.0, 3.0, -3.0, 1.0, -4.0, 0.0, 1.0, 2.0])
+    batch = grpo.Batch(**{**vars(batch), "adv_B": adv})
+    assert grpo._kept(setup.algorithm, adv).tolist() == [1, 2, 4, 7]
+    _, got = grpo.update(state, setup, batch)
+    # as if the others had no advantage, with the mean over four samples instead of eight
+    state, _ = _collect(setup)
+    mute = jnp.asarray([0.0, 3.0, -3.0, 0.0, -4.0, 0.0, 0.0, 2.0])
+    plain = tiny.make_setup(algorithm__micro_samples=2)
+    _, want = grpo.update(state, plain, grpo.Batch(**{**vars(batch), "adv_B": mute}))
+    for name in ("grad_norm/high", "grad_norm/low"):
+        np.testing.assert_allclose(float(got[name]), 2 * float(want[name]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("best_of, text", [(3, "best_of is 3"), (6, "group_size = 4")])
+def test_best_of_must_be_even_and_fit_the_group(best_of, text):
+    with pytest.raises(ValueError, match=text):
+        grpo.check(tiny.make_setup(algorithm__best_of=best_of))
+
+
+def test_forwards_are_counted_by_hand():
+    # 8 samples, 6 guided steps; one transition per expert: forward and backward (3) of 2 passes
+    assert grpo.forwards(tiny.make_setup()) == {"collect": 8 * 6 * 2, "update": 8 * 2 * 2 * 3}
+    changed = tiny.make_setup(
+        algorithm__kl_beta={"high": 0.0, "low": 0.1}, algorithm__best_of=2,
+        sampling__guidance=presets.Guidance(1.0, 3.0),
+    )  # fmt: skip
+    high = changed.sampling.schedule.high_steps
+    want = {"collect": 8 * (high + 2 * (6 - high)), "update": 4 * (1 * 3 + 2 * 4)}
+    assert grpo.forwards(changed) == want

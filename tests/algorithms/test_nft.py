@@ -239,3 +239,11 @@ def test_a_batch_of_another_policy_is_refused():
 def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
     with pytest.raises(ValueError, match=text):
         nft.check(_setup(**changes))
+
+
+def test_forwards_are_counted_by_hand():
+    # 8 samples at 2 levels of each expert: new (3), old and, with KL, reference
+    setup = _setup(nft__kl_beta={"high": 0.0, "low": 0.1})
+    assert nft.forwards(setup) == {"collect": 8 * 6, "update": 8 * 2 * (4 + 5)}
+    pairs = nft.forwards(_setup(**DPO))  # both clips of 2 pairs: new (3) and reference
+    assert pairs == {"collect": 8 * 6, "update": 2 * 2 * 2 * (4 + 4)}

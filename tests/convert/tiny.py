@@ -71,7 +71,7 @@ def params(config=CONFIG):
 def torch_transformer(config=WAN, seed: int = 0):
     """diffusers' transformer with random weights in every tensor."""
     fields = {f.name for f in dataclasses.fields(config)}
-    fields -= {"text_len", "dtype", "attention", "remat"}
+    fields -= set(wan.RUN_FIELDS)
     torch.manual_seed(seed)
     model = diffusers.WanTransformer3DModel(**{f: getattr(config, f) for f in fields})
     return _randomise(model)

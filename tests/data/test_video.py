@@ -6,7 +6,9 @@ import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
 import pytest
+from PIL import Image
 
+from tests import tiny
 from wanjax.data import video
 
 
@@ -79,3 +81,57 @@ def test_samples_folder_holds_videos_prompts_and_scores(tmp_path):
     assert json.loads((folder / "scores.json").read_text())[1] == {"reward": 1.0}
     with pytest.raises(ValueError, match="2 videos, 1 prompts"):
         video.write_samples(tmp_path, 0, clips, ["a"], fps=8)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    return tiny.write_clips(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.mark.parametrize("name", tiny.CLIPS)
+def test_every_frame_is_read_or_retimed_by_its_time_stamp(clips, name):
+    frames, fps, _ = tiny.CLIPS[name]
+    kept = np.stack(list(video.read_frames(clips / name, 100)))
+    assert kept.shape == (frames, 24, 32, 3)
+    np.testing.assert_array_equal(kept, decode(clips / name))
+    retimed = list(video.read_frames(clips / name, 100, fps=16))
+    assert abs(len(retimed) - frames * 16 / fps) < 1
+    assert len(list(video.read_frames(clips / name, 3))) == min(frames, 3)
+    meta = video.probe(clips / name)
+    assert (meta["height"], meta["width"], meta["fps"]) == (24, 32, fps)
+    assert abs(meta["seconds"] - frames / fps) < 0.05
+
+
+def test_damaged_files_are_told_with_the_words_of_the_decoder(clips, tmp_path):
+    whole = (clips / "more/whole.mkv").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) // 2] + bytes(range(256)) * 40)
+    (tmp_path / "none.mp4").write_bytes(b"not a video")
+    (tmp_path / "none.png").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match="does not decode"):
+        list(video.read_frames(tmp_path / "cut.mkv", 100))
+    with pytest.raises(ValueError, match="not readable as a video"):
+        video.probe(tmp_path / "none.mp4")
+    with pytest.raises(ValueError, match="not readable as an image"):
+        video.read_image(tmp_path / "none.png")
+
+
+def test_images_are_one_frame_and_stand_upright(tmp_path):
+    frame = moving_square(1)[0]
+    picture = Image.fromarray(frame)
+    exif = picture.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    picture.save(tmp_path / "a.png", exif=exif)
+    (read,) = video.read_frames(tmp_path / "a.png", 5)
+    np.testing.assert_array_equal(read, np.rot90(frame, -1))
+    assert video.probe(tmp_path / "a.png")["fps"] == 0
+
+
+def test_fit_cuts_the_centre_and_keeps_proportions():
+    frame = np.zeros((40, 100, 3), np.uint8)
+    frame[10:30, 40:60] = 255  # a square in the centre
+    small = video.fit(frame, 20, 20)
+    assert small.shape == (20, 20, 3)
+    bright = small[..., 0] > 127
+    assert bright.any(0).sum() == bright.any(1).sum() == 10
+    np.testing.assert_array_equal(bright, bright.T)
+    np.testing.assert_array_equal(video.fit(frame, 40, 100), frame)

@@ -1,4 +1,4 @@
-"""CLIP vision tower against transformers, preprocessing against its image processor."""
+"""CLIP towers against transformers, preprocessing against its image processor."""
 
 import json
 import pathlib
@@ -118,6 +118,77 @@ def test_wrong_image_size_is_an_error_that_names_preprocess():
     params = jax.jit(partial(clip.init, config=CONFIG))(jax.random.key(0))
     with pytest.raises(ValueError, match=r"28x35 pixels .* image_size is 28; call clip.preprocess"):
         clip.encode_image(params, np.zeros((1, 28, 35, 3), np.float32), config=CONFIG)
+
+
+TEXT = dict(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=9,
+    hidden_act="quick_gelu",
+)
+# Rows of start 48, words, end 49, padding; the second has two ends, the third a word above the end.
+IDS_BS = np.array(
+    [
+        [48, 5, 7, 49, 49, 49, 49, 49, 49],
+        [48, 3, 49, 2, 1, 49, 0, 0, 0],
+        [48, 47, 46, 45, 44, 43, 42, 41, 49],
+    ],
+    np.int32,
+)
+
+
+@pytest.mark.parametrize("eos", [2, 3])  # the old rule (the largest id of a row), the exact one
+def test_embeddings_and_logits_match_transformers(rng, eos):
+    torch.manual_seed(1)
+    both = dict(attn_implementation="eager", initializer_factor=3.0)
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config=dict(**TEXT, eos_token_id=eos, bos_token_id=48, pad_token_id=0),
+            vision_config=SIZES,
+            projection_dim=12,
+            **both,
+        )
+    ).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    config = clip.CLIPConfig(
+        vision=clip.CLIPVisionConfig(**SIZES, hidden_act="quick_gelu"),
+        text=clip.CLIPTextConfig(**TEXT, eos_token_id=eos),
+        projection_dim=12,
+    )
+    like = jax.eval_shape(lambda: clip.init_clip(jax.random.key(0), config))
+    stacks = ("vision_model.encoder.layers", "text_model.encoder.layers")
+    params = torch_params.torch_to_jax(model, stacks=stacks, like=like)
+    pixels_BHWC = rng.standard_normal((2, 28, 28, 3)).astype(np.float32)
+    ids_BS = IDS_BS if eos != 3 else np.where(IDS_BS == 7, 3, IDS_BS)
+
+    with torch.no_grad():
+        want = model(
+            input_ids=torch.from_numpy(ids_BS).long(),
+            pixel_values=torch.from_numpy(pixels_BHWC).permute(0, 3, 1, 2),
+        )
+        text_only = model.text_projection(
+            model.text_model(input_ids=torch.from_numpy(ids_BS).long()).pooler_output
+        )
+    image_BD = jax.jit(partial(clip.embed_image, config=config))(params, pixels_BHWC)
+    embed = jax.jit(partial(clip.embed_text, config=config))
+    text_BD = np.asarray(embed(params, ids_BS))
+    assert relative_error(text_BD, text_only) <= 1e-5
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    assert relative_error(unit(image_BD), want.image_embeds) <= 1e-5
+    assert relative_error(unit(text_BD), want.text_embeds) <= 1e-5
+    logits = np.exp(params["logit_scale"]) * unit(text_BD) @ unit(image_BD).T
+    assert relative_error(logits, want.logits_per_text) <= 1e-5
+
+    other = ids_BS.copy()
+    other[0, 4:] = 11  # after the end: no influence
+    np.testing.assert_array_equal(embed(params, other)[0], text_BD[0])
+    other[0, 1] = 8
+    assert np.abs(embed(params, other)[0] - text_BD[0]).max() > 1e-3
 
 
 def test_unknown_activation_is_an_error_that_names_the_file():

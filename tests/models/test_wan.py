@@ -1,6 +1,7 @@
 """The DiT against diffusers' WanTransformer3DModel: float32 forward and gradients per variant."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -36,7 +37,7 @@ def _models(name, text_len=12):
     torch.manual_seed(0)
     config = wan.WanConfig(**TINY, **VARIANTS[name], text_len=text_len)
     fields = dataclasses.asdict(config)
-    for key in ("text_len", "dtype", "attention", "remat"):
+    for key in wan.RUN_FIELDS:
         fields.pop(key)
     model = WanTransformer3DModel(**fields).eval()
     with torch.no_grad():
@@ -85,8 +86,7 @@ def _relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name, batch", [("t2v", 1), *((name, 3) for name in VARIANTS)])
 def test_forward_and_gradients_equal_diffusers(rng, name, batch):
     rows = 512 if name in IMAGE_ROWS else 12  # diffusers splits image from text at len - 512
     model, params, config = _models(name, text_len=rows)
@@ -145,45 +145,61 @@ def test_one_time_per_token_equals_the_scalar_path(rng):
     assert _relative(v, wan.denoise(params, None, x, t, ctx, config=config)) <= 1e-6
 
 
-def test_remat_changes_nothing(rng):
-    _, params, config = _models("t2v")
-    x, t, ctx, _ = _inputs(rng, config, "t2v", 1)
-
-    def grad(config):
-        loss = lambda p: jnp.square(wan.denoise(p, None, x, t, ctx, config=config)).mean()
-        return jax.jit(jax.grad(loss))(params)
-
-    plain, full = grad(config), grad(dataclasses.replace(config, remat="full"))
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(full), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "data": 4}, {"fsdp": 8}]
-)
-def test_sharded_forward_and_gradients_equal_one_device(rng, shape):
+@functools.cache
+def _sharded_case():
+    """Arguments of a LoRA loss, the jitted loss with its gradient, and both on one device."""
+    rng = np.random.default_rng(0)
     _, params, config = _models("t2v")
     x, t, ctx, _ = _inputs(rng, config, "t2v", 8)
     adapter = lora.init(jax.random.key(0), params, rank=2, alpha=4.0)
     adapter = jax.tree.map(lambda a: a + 0.1, adapter)
 
-    def loss(adapter, params, x, t, ctx):
+    def loss(adapter, params):
         v = wan.denoise(params, adapter, x, t, ctx, config=config)
         return jnp.square(v).mean(), v
 
-    grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (_, want), want_grad = grad(adapter, params, x, t, ctx)
+    grad = lambda *trees: jax.jit(jax.value_and_grad(lambda *a: loss(*a), has_aux=True))(*trees)
+    return grad, (adapter, params), grad(adapter, params)
+
+
+@pytest.mark.parametrize("shape", [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"context": 4, "fsdp": 2},  # Ulysses 2 x ring 2
+])  # fmt: skip
+def test_sharded_forward_and_gradients_equal_one_device(shape):
+    grad, arguments, ((_, want), want_grad) = _sharded_case()
     mesh = sharding.make_mesh(shape)
+    place = lambda tree: jax.device_put(tree, sharding.tree_shardings(mesh, tree, wan.logical_axes))
     with sharding.use_mesh(mesh):
-        place = lambda tree: jax.device_put(
-            tree, sharding.tree_shardings(mesh, tree, wan.logical_axes)
-        )
-        (_, got), got_grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-            place(adapter), place(params), x, t, ctx
-        )
+        (_, got), got_grad = grad(*(place(tree) for tree in arguments))
     assert _relative(got, want) <= 1e-5
     for a, b in zip(jax.tree.leaves(got_grad), jax.tree.leaves(want_grad), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh, batch, changes, text", [
+    ({"data": 4, "fsdp": 2}, 12, {}, r"12 samples .* = 8; .*one of \[1, 2, 3, 4, 6, 12\]"),
+    ({"tensor": 4}, 4, {}, r"heads do not divide over mesh.tensor = 4; .*one of \[1, 2\]"),
+    ({"context": 4}, 4, dict(context="ulysses"), r"mesh.context = 4 .*one of \[1, 2\]"),
+    ({"context": 32}, 4, {}, "more than the 12 tokens .* at most 12"),
+    ({"stage": 4}, 4, {}, "mesh.stage.model.interleave = 4 is more than the 2 layers; .*most 2"),
+    ({}, 4, dict(interleave=2), "interleave = 2 needs a pipeline"),
+    ({}, 4, dict(attention="flash"), "kernel 'flash' is unknown"),
+])  # fmt: skip
+def test_meshes_that_do_not_fit_are_refused_with_the_legal_sizes(mesh, batch, changes, text):
+    config = wan.WanConfig(**TINY, in_channels=4, out_channels=4, **changes)
+    with pytest.raises(ValueError, match=text):
+        wan.check_mesh(config, mesh, batch, tokens=12)
+
+
+def test_what_runs_is_said_in_one_line():
+    config = presets.MODELS["wan2.2_t2v_a14b"].wan
+    mesh = {"context": 16, "stage": 3, "data": 2}
+    wan.check_mesh(config, mesh, batch=2, tokens=32_760)
+    assert wan.describe(config, mesh) == (
+        "attention xla, remat none, context = ulysses 8 x ring 2, stage = 3 x 1 chunks of 14 blocks"
+    )
+    assert wan.describe(config, {"data": 8}) == "attention xla, remat none"
 
 
 def test_bfloat16_error_is_as_stated(rng):

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, optim, rewards, sampler, schedule, sharding
+from wanjax import advantages, metrics, optim, rewards, sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.losses import grpo as losses
 
+DATA = "prompts"
 SAMPLED = EVALUATED = "default"
 
 
@@ -41,6 +42,7 @@ class Config:
     kl_kind: str = "g2h"
     kl_beta: dict = field(default_factory=lambda: dict(high=0.0, low=0.0))  # 0: no reference pass
     guard: bool = False  # GRPO-Guard ratio normalisation
+    best_of: int = 0  # train on this many of each group, half its best, half its worst; 0 = all
     recompute_old_logp: bool = (
         False  # score under the trainer's own forward instead of the rollout's
     )
@@ -62,7 +64,13 @@ class Batch:
 def check(setup: states.Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
-    states.check_batches(setup)
+    if config.best_of < 0 or config.best_of % 2 or config.best_of > config.group_size:
+        raise ValueError(
+            f"config.best_of is {config.best_of}; expected 0, or an even number up to "
+            f"config.group_size = {config.group_size}"
+        )
+    kept = (config.best_of or config.group_size) * config.prompts_per_step
+    states.check_batches(setup, "samples", kept)
     if config.kl_kind not in losses.KL_KINDS:
         raise ValueError(f"config.kl.kind is {config.kl_kind!r}; expected one of {losses.KL_KINDS}")
     if setup.sde.kind not in sampler.KINDS or setup.sde.kind == "ode":
@@ -113,24 +121,46 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
             policy, ctx_BSE[first : first + len(ids)], tools.uncond_1SE, key, ids, slot_I,
             setup=setup, slots=len(steps_W),
         )  # fmt: skip
-        pending.append((trajectory, states.decode(tools.vae, x0, config=setup.model.vae)))
+        video = states.decode(tools.vae, x0, config=setup.model.vae)
+        pending.append((trajectory, x0, video))
+    times: dict[str, float] = {}
+    videos = metrics.ready([(x0, video) for _, x0, video in pending], times)
+    reward = metrics.clocked(tools.reward, times, "reward")
     texts = [prompt for prompt in item.texts for _ in range(K)]
-    videos = (video for _, video in pending)
-    scores_MPK, metrics = rewards.score(
-        videos, texts, tools.reward, setup.rewards, group=K, step=step
-    )
+    scores_MPK, found = rewards.score(
+        videos, texts, reward, setup.rewards,
+        group=K, step=step, failure=setup.reward_failure,
+    )  # fmt: skip
     weights = list(setup.rewards.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     join = lambda *chunks: jnp.concatenate(chunks, axis=1)
     return Batch(
-        jax.tree.map(join, *[trajectory for trajectory, _ in pending]),
+        jax.tree.map(join, *[trajectory for trajectory, _, _ in pending]),
         ctx_BSE,
         tools.uncond_1SE,
         jnp.asarray(adv_PK.reshape(-1), jnp.float32),
         steps_W,
         step,
-        metrics,
+        found | times,
     )
+
+
+def forwards(setup: states.Setup) -> dict[str, int]:
+    """Forward passes of one sample that a step takes, by phase; a backward pass counts two, and
+    what remat repeats counts nothing."""
+    config: Config = setup.algorithm
+    passes = {e: 1 + (getattr(setup.sampling.guidance, e) != 1) for e in setup.model.experts}
+    plan = setup.sampling.schedule
+    steps = {"high": plan.high_steps, "low": plan.steps - plan.high_steps}
+    collect = sum(steps[e] * passes[e] for e in passes)
+    rescored = config.recompute_old_logp and config.updates > 1
+    update = sum(
+        len(slots) * passes[e] * (3 + (config.kl_beta[e] != 0) + rescored)
+        for e, slots in _slots(setup, _window(setup, 0)).items()
+    )
+    kept = config.best_of or config.group_size
+    samples = config.prompts_per_step * np.array([config.group_size, kept])
+    return {"collect": int(samples[0]) * collect, "update": int(samples[1]) * update}
 
 
 def update(state, setup, batch: Batch):
@@ -139,7 +169,7 @@ def update(state, setup, batch: Batch):
     config: Config = setup.algorithm
     if batch.version != int(state.step):
         raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
-    samples = batch.adv_B.shape[0]
+    samples = _kept(config, batch.adv_B)
     order = np.random.default_rng((setup.seed, batch.version)).permutation(samples)
     groups = _slots(setup, batch.steps_W)
     data = _replay_data(setup, batch)
@@ -217,7 +247,8 @@ def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_pol
         pair = (v, v_ref) if config.kl_kind == "v_mse" else (mean, mean_ref)
         kl = losses.kl_loss(config.kl_kind, *pair, std_B=std, h_B=h)
         loss = loss + config.kl_beta[expert] * kl
-        aux |= {"kl": kl, "loss": loss}
+        norm = lambda v: jnp.sqrt((v.astype(jnp.float32) ** 2).sum())
+        aux |= {"kl": kl, "loss": loss, "v_norm_ratio": norm(v) / norm(v_ref)}
     aux["logp_gap"] = jnp.abs(
         jax.lax.stop_gradient(logp) - data["logp_WB"][slot_M, sample_M]
     ).mean()
@@ -233,6 +264,15 @@ def _score(setup, expert, x, x_next, sigma, sigma_next, t, ctx, uncond_1SE, para
         sigma_max=setup.sampling.schedule.sigmas[1],
     )  # fmt: skip
     return v, mean, std, logp
+
+
+def _kept(config: Config, adv_B) -> np.ndarray:
+    """The samples that updates train on."""
+    if not config.best_of:
+        return np.arange(len(adv_B))
+    adv_PK = np.asarray(adv_B).reshape(-1, config.group_size)
+    index_PN = advantages.best_of_n(adv_PK, config.best_of)
+    return (np.arange(len(adv_PK))[:, None] * config.group_size + index_PN).ravel()
 
 
 def _rescore(state, setup, batch, data, groups):

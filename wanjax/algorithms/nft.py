@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, optim, rewards, sampler, trees
+from wanjax import advantages, metrics, optim, rewards, sampler, trees
 from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
 
@@ -72,7 +72,10 @@ def check(setup: states.Setup) -> None:
     config: Config = setup.algorithm
     if config.loss not in LOSSES:
         raise ValueError(f"config.nft.loss is {config.loss!r}; expected one of {LOSSES}")
-    states.check_batches(setup, "pairs" if config.loss == "dpo" else "samples")
+    if config.loss == "dpo":
+        states.check_batches(setup, "pairs", config.prompts_per_step)
+    else:
+        states.check_batches(setup)
     weighting = config.awm.get("weighting", "ghuber")
     if weighting not in awm.WEIGHTINGS:
         raise ValueError(
@@ -124,15 +127,35 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
         )
         for first in range(0, len(item.texts) * K, size)
     ]  # fmt: skip
+    times: dict[str, float] = {}
     videos = [states.decode(tools.vae, x0, config=setup.model.vae) for x0 in latents]
+    videos = metrics.ready(list(zip(latents, videos, strict=True)), times)
+    reward = metrics.clocked(tools.reward, times, "reward")
     texts = [prompt for prompt in item.texts for _ in range(K)]
-    scores_MPK, metrics = rewards.score(
-        videos, texts, tools.reward, setup.rewards, group=K, step=step
-    )
+    scores_MPK, found = rewards.score(
+        videos, texts, reward, setup.rewards,
+        group=K, step=step, failure=setup.reward_failure,
+    )  # fmt: skip
     weights = list(setup.rewards.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     adv_B = jnp.asarray(adv_PK.reshape(-1), jnp.float32)
-    return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, metrics)
+    return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, found | times)
+
+
+def forwards(setup: states.Setup) -> dict[str, int]:
+    """Forward passes of one sample that a step takes, by phase; a backward pass counts two, and
+    what remat repeats counts nothing."""
+    config: Config = setup.algorithm
+    passes = {e: 1 + (getattr(setup.sampling.guidance, e) != 1) for e in setup.model.experts}
+    plan = setup.sampling.schedule
+    steps = {"high": plan.high_steps, "low": plan.steps - plan.high_steps}
+    samples = config.prompts_per_step * config.group_size
+    collect = sum(steps[e] * passes[e] for e in passes)
+    beside = {"nft": 1, "awm": 1 + bool(config.awm.get("ema_kl_beta")), "dpo": 1}[config.loss]
+    rows = config.timesteps * (2 * config.prompts_per_step if config.loss == "dpo" else samples)
+    kl = {e: config.loss != "dpo" and config.kl_beta[e] != 0 for e in setup.experts}
+    update = sum(passes[e] * (3 + beside + kl[e]) for e in setup.experts)
+    return {"collect": samples * collect, "update": rows * update}
 
 
 def update(state, setup, batch: Batch):
@@ -216,14 +239,14 @@ def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert
     policy = lambda tree: velocity(frozen, tree) if setup.lora.rank else velocity(tree, {})
     kl_beta = config.kl_beta[expert]
     v_new = policy(trained)
-    v_ref = velocity(frozen, {}) if kl_beta or config.loss == "dpo" else None
+    v_ref = velocity(frozen, {}) if kl_beta and config.loss != "dpo" else None
     if config.loss == "dpo":
         # a sample paired with itself: its gradients would cancel only up to rounding, which Adam
         # then blows up
         alone = (data["win_U"] == data["lose_U"])[jnp.concatenate([unit_M, unit_M])]
         alone = alone.reshape(-1, 1, 1, 1, 1)
         v_new = jnp.where(alone, jax.lax.stop_gradient(v_new), v_new)
-        halves = [half for a in (v_new, v_ref, x0) for half in jnp.split(a, 2)]
+        halves = [half for a in (v_new, velocity(frozen, {}), x0) for half in jnp.split(a, 2)]
         loss, aux = dpo.dpo_loss(*halves, noise[: len(unit_M)], beta=config.dpo_beta)
     elif config.loss == "awm":
         v_ema = policy(averages["ema"]) if config.awm.get("ema_kl_beta") else None

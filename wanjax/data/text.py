@@ -15,6 +15,7 @@ import pathlib
 import re
 
 import ftfy
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
@@ -113,6 +114,12 @@ def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=8, cache=
     for i, row_SE in enumerate(found):
         ctx_BSE[i, : len(row_SE)] = row_SE
     return ctx_BSE
+
+
+def align(*ctx):
+    """Contexts [B,S,E] brought to the longest S by zero rows, which is what missing rows mean."""
+    S = max(a.shape[1] for a in ctx)
+    return tuple(jnp.pad(a, ((0, 0), (0, S - a.shape[1]), (0, 0))) for a in ctx)
 
 
 def _check_prompts(prompts):

@@ -1,21 +1,28 @@
-"""Videos on disk: mp4 files for people, a PNG grid of frames, and the folder of samples of a step.
+"""Videos on disk: mp4 files for people, a PNG grid of frames, the folder of samples of a step, and
+reading of any video or image file.
 
     run_dir/samples/step_000040/000.mp4     one file a sample
                                 000.txt     its prompt
                                 scores.json [{"reward": 0.71, ...}, ...] where they were scored
 
-Frames are [T, H, W, 3] uint8. H.264 loses detail: the files are for people, nothing reads them.
+Frames are [T, H, W, 3] uint8. H.264 loses detail: written files are for people, nothing reads them.
 """
 
 import json
 import os
 import pathlib
+import re
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 
 import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
+from PIL import Image
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+VIDEOS = (".mp4", ".mkv", ".mov", ".webm", ".avi", ".m4v", ".gif")
 
 # One thread and no encoder tags: the same frames give the same bytes.
 _ENCODER = ["-crf", "15", "-preset", "medium", "-threads", "1", "-map_metadata", "-1"]
@@ -78,6 +85,79 @@ def write_samples(
         text = json.dumps([dict(score) for score in scores], indent=1)
         (folder / "scores.json").write_text(text + "\n", encoding="utf-8")
     return folder
+
+
+def probe(path) -> dict:
+    """{"codec", "fps", "seconds", "height", "width"} of a file; an image has fps 0.
+
+    Raises ValueError with the decoder's words for a file that is neither.
+    """
+    path = pathlib.Path(path)
+    if path.suffix.lower() in IMAGES:
+        height, width = read_image(path).shape[:2]
+        return dict(codec=path.suffix[1:].lower(), fps=0.0, seconds=0.0, height=height, width=width)
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-i", str(path)]
+    said = subprocess.run(command, capture_output=True).stderr.decode(errors="replace")
+    stream = re.search(r"Video: (\w+).*?, (\d+)x(\d+).*?, ([\d.]+k?) (?:fps|tbr)", said)
+    if not stream:
+        lines = said.strip().splitlines() or ["no answer of ffmpeg"]
+        raise ValueError(f"not readable as a video ({lines[-1].strip()})")
+    codec, width, height, fps = stream.groups()
+    length = re.search(r"Duration: (\d+):(\d+):([\d.]+)", said)
+    hours, minutes, seconds = map(float, length.groups()) if length else (0.0, 0.0, 0.0)
+    return dict(
+        codec=codec, fps=float(fps.replace("k", "e3")), height=int(height), width=int(width),
+        seconds=3600 * hours + 60 * minutes + seconds,
+    )  # fmt: skip
+
+
+def read_image(path) -> np.ndarray:
+    """An image file as one frame [H, W, 3], turned upright; ValueError if it is none."""
+    try:
+        frame = iio.imread(path, plugin="pillow", mode="RGB", rotate=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as an image ({error})") from None
+    return frame[0] if frame.ndim == 4 else frame
+
+
+def read_frames(path, limit: int, fps: float | None = None) -> Iterator[np.ndarray]:
+    """Yield the first `limit` frames [H, W, 3] of a video or image file, at `fps` frames a second
+    by its time stamps, or each decoded frame once where fps is None.
+
+    Raises ValueError with the decoder's words where a file is damaged before `limit`.
+    """
+    if pathlib.Path(path).suffix.lower() in IMAGES:
+        yield read_image(path)
+        return
+    timing = ["-fps_mode", "passthrough"] if fps is None else ["-vf", f"fps={fps:g}"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-xerror", "-nostdin", "-i", path]
+    command += ["-an", *timing, "-frames:v", limit, "-f", "image2pipe", "-c:v", "ppm", "-"]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=said)
+        assert process.stdout is not None
+        try:
+            while process.stdout.readline() == b"P6\n":  # each frame tells its own size
+                width, height = map(int, process.stdout.readline().split())
+                process.stdout.readline()  # 255
+                data = process.stdout.read(width * height * 3)
+                yield np.frombuffer(data, np.uint8).reshape(height, width, 3)
+        finally:
+            process.stdout.close()
+            code = process.wait()
+        if code:
+            said.seek(0)
+            words = said.read().decode(errors="replace").strip().splitlines()
+            raise ValueError(f"does not decode ({words[0] if words else f'ffmpeg code {code}'})")
+
+
+def fit(frame_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Cut the centre of the asked shape out of a frame and resize it (Lanczos, antialiased)."""
+    H, W = frame_HWC.shape[:2]
+    scale = min(H / height, W / width)
+    h, w = scale * height, scale * width
+    box = ((W - w) / 2, (H - h) / 2, (W + w) / 2, (H + h) / 2)
+    image = Image.fromarray(frame_HWC).resize((width, height), Image.Resampling.LANCZOS, box)
+    return np.asarray(image)
 
 
 def _checked(frames):

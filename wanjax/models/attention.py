@@ -1,119 +1,434 @@
-"""One attention function: a local kernel inside a shard_map over the mesh in use.
+"""One attention function over the mesh in use: a local kernel, and Ulysses, ring or both over
+`context`.
 
-softmax(q kᵀ/√K) v without a mask, softmax in float32. Over `context` it is Ulysses (arXiv
-2309.14509): all-to-all trades the token split for a head split, the kernel sees whole sequences,
-and a second all-to-all trades back.
+softmax(q kᵀ/√K) v without a mask, softmax in float32. A kernel is two functions that share the
+log-sum-exp of each row: forward gives (out, lse), backward gives (dq, dk, dv) from them. So one
+custom derivative serves them all, names out and lse of self-attention for remat policies (`NAMES`),
+and a ring merges partial results exactly. Ulysses (arXiv 2309.14509) trades the token split for a
+head split by all-to-all; a ring (arXiv 2310.01889) passes keys and values round, and their
+gradients with them.
 
-Shapes: B batch, L query tokens, S key tokens, N heads, K head dim.
+Shapes: B batch, L query tokens, S key tokens, N heads, K head dim; lse_BNL.
 """
 
 import functools
+import importlib.util
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from wanjax import sharding
 
-KERNELS = ("auto", "xla", "cudnn", "splash")
+FORMS = ("auto", "ulysses", "ring")
+NAMES = ("attention_out", "attention_lse")
+_EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 
-def attend(q_BLNK, k_BSNK, v_BSNK, *, kernel: str = "auto", last_count: int = 1):
+@dataclass(frozen=True)
+class _Plan:
+    """Static facts of one call."""
+
+    kernel: str
+    ulysses: int  # devices of `context` that trade tokens for heads
+    ring: int  # groups of those that pass keys and values round
+    shared_keys: bool  # every device holds all keys (text)
+    length: int  # real rows of k; later ones are padding
+    last_count: int
+
+
+def attend(
+    q_BLNK, k_BSNK, v_BSNK, *, kernel: str = "auto", form: str = "auto", last_count: int = 1,
+    length: int | None = None,
+):  # fmt: skip
     """Attention output [B, L, N, K] in the dtype of q.
 
     Args:
-      kernel: one of KERNELS; "auto" takes xla on CPU or for float32, cudnn on GPU, splash on TPU.
+      kernel: "auto" (see `resolve`) or one of KERNELS.
+      form: how `context` is used, see `context_form`; token counts that it does not divide are
+        padded, and the padding is masked.
       last_count: how many times the last key/value row counts (it stands for that many equal rows).
+      length: how many rows of k are real; the rest are padding that nothing attends to.
     """
-    local = functools.partial(_local, kernel=resolve(kernel, q_BLNK.dtype), last_count=last_count)
+    kernel = resolve(kernel, q_BLNK.dtype, q_BLNK.shape[-1])
     mesh = sharding.mesh_shape()
-    if math.prod(mesh.values()) <= 1:
-        return local(q_BLNK, k_BSNK, v_BSNK)
-    heads, ways = q_BLNK.shape[2], mesh["tensor"] * mesh["context"]
-    if heads % ways:
-        raise ValueError(
-            f"{heads} heads do not divide over tensor*context = {ways}; change config.mesh"
-        )
-    self_attention = q_BLNK.shape[1] == k_BSNK.shape[1] and last_count == 1
-    split = P(("data", "fsdp"), "context", "tensor", None)
-    whole = P(("data", "fsdp"), None, "tensor", None)
-    return jax.shard_map(
-        functools.partial(_ulysses, local=local, split_keys=self_attention),
-        in_specs=(split, split if self_attention else whole, split if self_attention else whole),
-        out_specs=split,
-        check_vma=False,
-    )(q_BLNK, k_BSNK, v_BSNK)
+    L, S, heads = q_BLNK.shape[1], k_BSNK.shape[1], q_BLNK.shape[2]
+    shared_keys = S != L or last_count > 1
+    ways = context_form(heads, mesh, form)
+    plan = _Plan(kernel, *ways, shared_keys, S if length is None else length, last_count)
+    rows = ((0, 0), (0, -L % mesh.get("context", 1)), (0, 0), (0, 0))
+    pad = lambda x: jnp.pad(x, rows) if rows[1][1] else x
+    if not shared_keys:
+        k_BSNK, v_BSNK = pad(k_BSNK), pad(v_BSNK)
+    out: jax.Array = _attention(pad(q_BLNK), k_BSNK, v_BSNK, plan)  # pyright: ignore
+    return out[:, :L]
 
 
-def resolve(kernel: str, dtype) -> str:
-    """The kernel that "auto" means on this backend; raises ValueError for an unknown name."""
-    if kernel not in KERNELS:
+def resolve(kernel: str, dtype, head_dim: int) -> str:
+    """The kernel that runs. "auto" takes splash on TPU; on GPU FlashAttention-3 when it is
+    installed and fits (Hopper, head dim 128), else cudnn; xla on CPU and for float32.
+
+    Raises ValueError for an unknown name, or for fa3 where it cannot run.
+    """
+    names = ("auto", *KERNELS)
+    if kernel not in names:
+        raise ValueError(f"attention kernel {kernel!r} is unknown; set model.attention to {names}")
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    fits = half and head_dim == 128
+    installed = importlib.util.find_spec("flash_attn3_jax") is not None
+    if kernel == "fa3" and not (fits and installed):
         raise ValueError(
-            f"attention kernel {kernel!r} is unknown; set model.attention to {KERNELS}"
+            f"attention kernel 'fa3' needs bfloat16, head dim 128 and the extra wanjax[fa3]; found "
+            f"{jnp.dtype(dtype).name}, head dim {head_dim}, flash_attn3_jax "
+            f"{'installed' if installed else 'missing'}; set model.attention = 'auto'"
         )
     if kernel != "auto":
         return kernel
-    if dtype not in (jnp.bfloat16, jnp.float16):
+    backend = jax.default_backend()
+    if not half or backend not in ("gpu", "tpu"):
         return "xla"
-    return {"gpu": "cudnn", "tpu": "splash"}.get(jax.default_backend(), "xla")
+    if backend == "tpu":
+        return "splash"
+    hopper = str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+    return "fa3" if fits and installed and hopper else "cudnn"
 
 
-def _ulysses(q, k, v, *, local, split_keys: bool):
-    """Per device before: its tokens, its tensor-heads. Inside: all tokens, heads/context. After:
-    its tokens again."""
-    if jax.lax.axis_size("context") == 1:
-        return local(q, k, v)
-    to_heads = functools.partial(
-        jax.lax.all_to_all, axis_name="context", split_axis=2, concat_axis=1, tiled=True
+def context_form(heads: int, mesh: dict[str, int], form: str = "auto") -> tuple[int, int]:
+    """(ulysses, ring), whose product is the `context` axis.
+
+    "auto" gives Ulysses as many devices as divide the heads of one tensor shard, the ring the
+    rest; "ulysses" and "ring" use that form alone. Raises ValueError where it cannot.
+    """
+    if form not in FORMS:
+        raise ValueError(f"context form {form!r} is unknown; set model.context to one of {FORMS}")
+    tensor, context = mesh.get("tensor", 1), mesh.get("context", 1)
+    divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
+    if heads % tensor:
+        raise ValueError(
+            f"{heads} heads do not divide over mesh.tensor = {tensor}; "
+            f"set config.mesh.tensor to one of {divisors(heads)}"
+        )
+    local = heads // tensor
+    if form == "ulysses" and local % context:
+        raise ValueError(
+            f"{local} heads do not divide over mesh.context = {context} with model.context = "
+            f"'ulysses'; set it to 'auto', or config.mesh.context to one of {divisors(local)}"
+        )
+    ulysses = 1 if form == "ring" else math.gcd(local, context)
+    return ulysses, context // ulysses
+
+
+# ---- one derivative for every kernel and form ----
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attention(q, k, v, plan: _Plan):
+    return _over_mesh(_forward, plan, "qkk", "ql")(q, k, v)[0]
+
+
+def _attention_fwd(q, k, v, plan: _Plan):
+    out, lse = _over_mesh(_forward, plan, "qkk", "ql")(q, k, v)
+    if not plan.shared_keys:  # attention to text is cheap to run again and as large to keep
+        out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
+    return out, (q, k, v, out, lse)
+
+
+def _attention_bwd(plan: _Plan, saved, d_out):
+    return _over_mesh(_backward, plan, "qkkqlq", "qkk")(*saved, d_out)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _over_mesh(fn, plan: _Plan, inputs: str, outputs: str) -> Callable:
+    """fn(*arrays, plan) on the shards of every device; q and k name the layouts, l that of lse."""
+    mesh = sharding.mesh_shape()
+    fn = functools.partial(fn, plan=plan)
+    if math.prod(size for axis, size in mesh.items() if axis != "stage") <= 1:
+        return fn
+    batch = ("data", "fsdp")
+    layouts = {
+        "q": P(batch, "context", "tensor", None),
+        "k": P(batch, None if plan.shared_keys else "context", "tensor", None),
+        "l": P(batch, ("tensor", "context"), None),  # as each device left it
+    }
+    specs = lambda names: tuple(layouts[name] for name in names)
+    here = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        fn,
+        in_specs=specs(inputs),
+        out_specs=specs(outputs),
+        axis_names=set(here.axis_names) - set(here.manual_axes),
+        check_vma=False,
     )
-    if split_keys:
-        out = local(to_heads(q), to_heads(k), to_heads(v))
-        return jax.lax.all_to_all(out, "context", split_axis=1, concat_axis=2, tiled=True)
-    return local(q, k, v)  # few keys (text): every device holds them all, queries stay split
 
 
-def _local(q, k, v, *, kernel: str, last_count: int):
-    if kernel == "splash":
-        return _splash(q, *_repeat_last(k, v, last_count))
-    if kernel == "cudnn":
-        k, v = _repeat_last(k, v, last_count)
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    bias = None
-    if last_count != 1:
-        bias = jnp.zeros((1, 1, 1, k.shape[1]), jnp.float32).at[..., -1].set(math.log(last_count))
-        bias = jnp.broadcast_to(bias, (1, 1, q.shape[1], k.shape[1]))
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, implementation="xla")
+def _forward(q, k, v, *, plan: _Plan):
+    """Per device before and after: its tokens, all heads of its tensor shard. Inside: the tokens
+    of its Ulysses group, heads/ulysses."""
+    forward = functools.partial(KERNELS[plan.kernel][0], last_count=plan.last_count)
+    if plan.shared_keys:  # few keys (text): every device holds them all, queries stay split
+        return forward(q, k, v)
+    q, k, v = (_to_heads(x, plan) for x in (q, k, v))
+    if plan.ring == 1:
+        out, lse = forward(q, k[:, : plan.length], v[:, : plan.length])
+        return _to_tokens(out, plan), lse
+
+    def hop(carry, i):
+        k, v, out, lse = carry
+        ahead = _rotate((k, v), plan)
+        part, part_lse = _on_real_rows(forward, _no_keys, i, plan, q, k, v)
+        merged = jnp.logaddexp(lse, part_lse)
+        out = out * _per_row(lse - merged) + part.astype(jnp.float32) * _per_row(part_lse - merged)
+        return (*ahead, out, merged), None
+
+    out, lse = _no_keys(q)
+    start = (k, v, out.astype(jnp.float32), lse)
+    (_, _, out, lse), _ = jax.lax.scan(hop, start, jnp.arange(plan.ring))
+    return _to_tokens(out.astype(q.dtype), plan), lse
 
 
-def _repeat_last(k, v, count: int):
-    """Write the last row out `count` times, for kernels that take no bias."""
+def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
+    """Gradients in the layout of q, k, v; the lse of all keys makes each chunk's share exact."""
+    backward = functools.partial(KERNELS[plan.kernel][1], last_count=plan.last_count)
+    if plan.shared_keys:
+        dq, dk, dv = backward(q, k, v, out, lse, d_out)
+        if sharding.mesh_shape().get("context", 1) > 1:
+            dk, dv = jax.lax.psum((dk, dv), "context")
+        return dq, dk, dv
+    q, k, v, out, d_out = (_to_heads(x, plan) for x in (q, k, v, out, d_out))
 
-    def repeat(x):
+    def chunk(q, k, v):
+        return backward(q, k, v, out, lse, d_out)
+
+    if plan.ring == 1:
+        dq, *dkv = chunk(q, k[:, : plan.length], v[:, : plan.length])
+        dkv = (_pad_rows(x, k.shape[1]) for x in dkv)
+        return tuple(_to_tokens(x, plan) for x in (dq, *dkv))
+
+    def padded(q, k_real, v_real):
+        dq, *dkv = chunk(q, k_real, v_real)
+        return dq, *(_pad_rows(x, k.shape[1]) for x in dkv)
+
+    def nothing(q):
+        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+
+    def hop(carry, i):  # dk and dv travel with the keys and are home after a full round
+        k, v, dq, dk, dv = carry
+        ahead = _rotate((k, v), plan)
+        parts = _on_real_rows(padded, nothing, i, plan, q, k, v)
+        dq, dk, dv = (
+            x + part.astype(jnp.float32) for x, part in zip((dq, dk, dv), parts, strict=True)
+        )
+        return (*ahead, dq, *_rotate((dk, dv), plan)), None
+
+    zero = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    (_, _, *gradients), _ = jax.lax.scan(hop, (k, v, *zero), jnp.arange(plan.ring))
+    return tuple(_to_tokens(g.astype(q.dtype), plan) for g in gradients)
+
+
+def _to_heads(x, plan: _Plan):
+    """[B, own tokens, N, K] -> [B, tokens of the group, N/ulysses, K]."""
+    return _trade(x, plan, split=2, concat=1)
+
+
+def _to_tokens(x, plan: _Plan):
+    return _trade(x, plan, split=1, concat=2)
+
+
+def _trade(x, plan: _Plan, split: int, concat: int):
+    if plan.ulysses == 1:
+        return x
+    groups = [[g * plan.ulysses + u for u in range(plan.ulysses)] for g in range(plan.ring)]
+    return jax.lax.all_to_all(
+        x, "context", split, concat, tiled=True, axis_index_groups=groups if plan.ring > 1 else None
+    )
+
+
+def _rotate(tree, plan: _Plan):
+    """Send to the same place of the next group."""
+    devices = plan.ulysses * plan.ring
+    return jax.lax.ppermute(
+        tree, "context", [(i, (i + plan.ulysses) % devices) for i in range(devices)]
+    )
+
+
+def _on_real_rows(fn, empty, hop, plan: _Plan, q, k, v):
+    """fn(q, k, v) on the rows of the visiting chunk that are not padding, empty(q) when none is.
+
+    A branch per number of real rows keeps masks out of the kernels.
+    """
+    rows = k.shape[1]
+    counts = [min(max(plan.length - g * rows, 0), rows) for g in range(plan.ring)]
+    kinds = sorted(set(counts))
+    run = lambda n: lambda q, k, v: fn(q, k[:, :n], v[:, :n]) if n else empty(q)
+    if len(kinds) == 1:
+        return fn(q, k, v)
+    group = (jax.lax.axis_index("context") // plan.ulysses - hop) % plan.ring
+    kind = jnp.array([kinds.index(count) for count in counts])[group]
+    return jax.lax.switch(kind, [run(n) for n in kinds], q, k, v)
+
+
+def _no_keys(q):
+    B, L, N, _ = q.shape
+    return jnp.zeros_like(q), jnp.full((B, N, L), _EMPTY, jnp.float32)
+
+
+def _per_row(lse_BNL):
+    return jnp.exp(lse_BNL).transpose(0, 2, 1)[..., None]
+
+
+def _pad_rows(x, rows: int):
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)))
+
+
+# ---- kernels: forward(q, k, v) -> out, lse; backward(q, k, v, out, lse, d_out) -> dq, dk, dv ----
+
+
+def _xla(q, k, v, last_count: int):
+    logits = _logits(q, k, last_count)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - lse[..., None]).astype(v.dtype)
+    return jnp.einsum("BNLS,BSNK->BLNK", weights, v), lse
+
+
+def _xla_backward(q, k, v, out, lse, d_out, last_count: int):
+    weights = jnp.exp(_logits(q, k, last_count) - lse[..., None])
+    dots = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    inner = dots("BLNK,BLNK->BNL", out, d_out)
+    d_weights = dots("BLNK,BSNK->BNLS", d_out, v)
+    d_logits = weights * (d_weights - inner[..., None]) / math.sqrt(q.shape[-1])
+    d_logits, weights = d_logits.astype(q.dtype), weights.astype(q.dtype)
+    dq = jnp.einsum("BNLS,BSNK->BLNK", d_logits, k)
+    dk = jnp.einsum("BNLS,BLNK->BSNK", d_logits, q)
+    return dq, dk, jnp.einsum("BNLS,BLNK->BSNK", weights, d_out)
+
+
+def _logits(q, k, last_count: int):
+    logits = jnp.einsum("BLNK,BSNK->BNLS", q, k, preferred_element_type=jnp.float32)
+    logits = logits / math.sqrt(q.shape[-1])
+    return logits if last_count == 1 else logits.at[..., -1].add(math.log(last_count))
+
+
+def _written_out(forward, backward):
+    """A kernel pair without weights on rows as one that takes last_count: the row is repeated."""
+
+    def repeated(x, count: int):
         tail = jnp.broadcast_to(x[:, -1:], (x.shape[0], count - 1, *x.shape[2:]))
         return jnp.concatenate([x, tail], axis=1) if count > 1 else x
 
-    return repeat(k), repeat(v)
+    def folded(x, rows: int):
+        last = x[:, rows - 1 :].astype(jnp.float32).sum(1, keepdims=True).astype(x.dtype)
+        return jnp.concatenate([x[:, : rows - 1], last], axis=1) if x.shape[1] > rows else x
+
+    def run(q, k, v, last_count: int):
+        return forward(q, repeated(k, last_count), repeated(v, last_count))
+
+    def run_backward(q, k, v, out, lse, d_out, last_count: int):
+        rows = k.shape[1]
+        k, v = repeated(k, last_count), repeated(v, last_count)
+        dq, dk, dv = backward(q, k, v, out, lse, d_out)
+        return dq, folded(dk, rows), folded(dv, rows)
+
+    return run, run_backward
+
+
+def _cudnn(q, k, v):
+    """cuDNN through jax's own binding; jax.nn rounds its lse to the dtype of q, which is too
+    coarse to differentiate with."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return cudnn.dot_product_attention(
+        q, k, v, scale=1 / math.sqrt(q.shape[-1]), return_residual=True
+    )
+
+
+def _cudnn_backward(q, k, v, out, lse, d_out):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    unused = jnp.zeros(0, q.dtype)
+    static = dict(
+        scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        mask_type=cudnn.MaskType.NO_MASK, layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )  # fmt: skip
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # jax 0.12
+        static["score_mod"] = None
+    return cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        q, k, v, *(unused,) * 7, lse, out, d_out, **static
+    )
+
+
+def _fa3(q, k, v):
+    """FlashAttention-3 of the wheel flash-attn3-jax; its own derivative keeps lse to itself."""
+    from flash_attn3_jax import flash_hlo  # pyright: ignore[reportMissingImports]
+
+    return flash_hlo._flash_mha_fwd_hlo(q, k, v, 1 / math.sqrt(q.shape[-1]), False, (-1, -1))
+
+
+def _fa3_backward(q, k, v, out, lse, d_out):
+    from flash_attn3_jax import flash_hlo  # pyright: ignore[reportMissingImports]
+
+    scale = 1 / math.sqrt(q.shape[-1])
+    return flash_hlo._flash_mha_bwd_hlo(d_out, q, k, v, out, lse, scale, False, (-1, -1))
 
 
 def _splash(q, k, v):
     """TPU splash attention (jax Pallas); lengths are padded to 128 and the padding is masked by
     segment ids."""
+    kernel, segments = _splash_kernel(q.shape[2], q.shape[1], k.shape[1])
+    run = lambda q, k, v: kernel(q, k, v, segment_ids=segments)
+    out, (lse,) = jax.vmap(run)(*_splash_operands(q, k, v))
+    L = q.shape[1]
+    return out.transpose(0, 2, 1, 3)[:, :L].astype(q.dtype), lse[..., :L]
+
+
+def _splash_backward(q, k, v, out, lse, d_out):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    kernel, segments = _splash_kernel(q.shape[2], q.shape[1], k.shape[1])
+    masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
+
+    def run(q, k, v, out, lse, d_out):
+        saved = (q, k, v, segments, None, out, lse, *masks)
+        return splash._splash_attention_bwd(res=saved, do=d_out, **kernel.kwargs)[3:6]
+
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q.shape[1] % 128)))
+    operands = (*_splash_operands(q, k, v), _head_major(out), lse, _head_major(d_out))
+    dq, dk, dv = (g.transpose(0, 2, 1, 3) for g in jax.vmap(run)(*operands))
+    dq = dq[:, : q.shape[1]] * q.shape[-1] ** -0.5
+    return dq.astype(q.dtype), dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+def _splash_operands(q, k, v):
+    """Head-major and padded; q is scaled, the kernel does not."""
+    return _head_major((q * (q.shape[-1] ** -0.5)).astype(q.dtype)), _head_major(k), _head_major(v)
+
+
+def _head_major(x_BLNK):
+    return _pad_rows(x_BLNK, x_BLNK.shape[1] + -x_BLNK.shape[1] % 128).transpose(0, 2, 1, 3)
+
+
+def _splash_kernel(heads: int, L: int, S: int):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    L, S = q.shape[1], k.shape[1]
-    pad_q, pad_k = -L % 128, -S % 128
-    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
-    k = jnp.pad(k, ((0, 0), (0, pad_k), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
-    v = jnp.pad(v, ((0, 0), (0, pad_k), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
-    mask = splash.MultiHeadMask([splash.FullMask((L + pad_q, S + pad_k))] * q.shape[1])
-    attention = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
-    segments = (
-        splash.SegmentIds(  # padded queries see the real keys, padded keys are seen by nobody
-            q=jnp.zeros((L + pad_q,), jnp.int32), kv=(jnp.arange(S + pad_k) >= S).astype(jnp.int32)
-        )
+    rows, columns = L + -L % 128, S + -S % 128
+    mask = splash.MultiHeadMask([splash.FullMask((rows, columns))] * heads)
+    kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, save_residuals=True)
+    segments = splash.SegmentIds(  # padded queries see the real keys, nobody sees padded keys
+        q=jnp.zeros((rows,), jnp.int32), kv=(jnp.arange(columns) >= S).astype(jnp.int32)
     )
-    scaled = (q * (q.shape[-1] ** -0.5)).astype(q.dtype)
-    heads = jax.vmap(lambda q, k, v: attention(q, k, v, segment_ids=segments))
-    out: jax.Array = heads(scaled, k, v)  # pyright: ignore[reportAssignmentType]
-    return out.transpose(0, 2, 1, 3)[:, :L].astype(q.dtype)
+    return kernel, segments
+
+
+KERNELS = {
+    "xla": (_xla, _xla_backward),
+    "cudnn": _written_out(_cudnn, _cudnn_backward),
+    "fa3": _written_out(_fa3, _fa3_backward),
+    "splash": _written_out(_splash, _splash_backward),
+}

@@ -15,15 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wanjax.models import quant
+
 
 class Dense(nn.Module):
     """y = x W + b, plus scale·(x A) B when the "lora" collection holds an adapter for this layer
-    (arXiv 2106.09685)."""
+    (arXiv 2106.09685). A parameter `scale` beside the kernel says that it is quantised."""
 
     features: int
     dtype: Any
     use_bias: bool = True
     precision: Any = None
+    direct: bool = False  # may multiply in float8, see quant.matmul
 
     @nn.compact
     def __call__(self, x):
@@ -32,7 +35,11 @@ class Dense(nn.Module):
             "kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32
         )
         x = x.astype(self.dtype)
-        y = dot(x, kernel.astype(self.dtype))
+        if self.has_variable("params", "scale"):
+            scale = self.get_variable("params", "scale")
+            y = quant.matmul(x, kernel, scale, direct=self.direct)
+        else:
+            y = dot(x, kernel.astype(self.dtype))
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y = y + _row(bias.astype(self.dtype), y.ndim)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from wanjax import trees
+from wanjax.models import quant
 
 TARGETS = (r"blocks/attn[12]/to_(q|k|v|out\.0)", r"blocks/ffn\.net\.(0\.proj|2)")
 
@@ -52,8 +53,8 @@ def init(key, params, *, rank: int, alpha: float, targets=TARGETS):
 
 def merge(params, adapter, strength: float = 1.0):
     """Fold the adapter into the base: kernel + strength·scale·A B in float32, then the kernel's
-    dtype."""
-    flat, low_rank = trees.flatten(params), trees.flatten(adapter)
+    dtype (bfloat16 for a quantised base)."""
+    flat, low_rank = trees.flatten(quant.dequantise(params)), trees.flatten(adapter)
     for path in [p.removesuffix("/a") for p in low_rank if p.endswith("/a")]:
         a, b, scale = (low_rank[f"{path}/{leaf}"] for leaf in ("a", "b", "scale"))
         delta = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST) * scale[..., None, None]

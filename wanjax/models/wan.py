@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from wanjax import sharding, trees
-from wanjax.models import attention, blocks, layers
+from wanjax.models import attention, blocks, layers, pipeline, quant
 
 STACK = "blocks"
+STAGES = "stages"  # the same leaves as a pipeline wants them, see `stage`
+RUN_FIELDS = ("text_len", "dtype", "attention", "context", "remat", "interleave")  # of WanConfig
 FLOAT32 = ("time_embedder", "time_proj", "scale_shift_table", "norm", "pos_embed")
 
 
@@ -48,8 +51,10 @@ class WanConfig:
     pos_embed_seq_len: int | None = None  # learned position of two images' tokens (FLF2V)
     text_len: int = 512  # text rows the model was trained with; part of the function
     dtype: str = "float32"  # matmul dtype; norms, modulation, rotary, time and softmax stay float32
-    attention: str = "auto"  # kernel, see attention.KERNELS
+    attention: str = "auto"  # kernel, see attention.resolve
+    context: str = "auto"  # form over that mesh axis, see attention.context_form
     remat: str = "none"  # see blocks.REMAT
+    interleave: int = 1  # chunks of layers per pipeline stage, see pipeline
 
     @property
     def dim(self) -> int:
@@ -75,7 +80,14 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
         x = jnp.concatenate([x, cond["latents"].astype(x.dtype)], axis=-1)
     _check(config, x, ctx_BSE, cond, t_B)
     patches, grid = layers.patchify(x, config.patch_size)
-    rope = layers.rope_table(grid, config.attention_head_dim)
+    rope, time_index = layers.rope_table(grid, config.attention_head_dim), cond.get("time_index")
+    L = patches.shape[1]
+    rows = -L % sharding.mesh_shape().get("context", 1)  # padding tokens, seen by none
+    if rows:
+        patches = jnp.pad(patches, ((0, 0), (0, rows), (0, 0)))
+        rope = tuple(np.pad(table, ((0, rows), (0, 0))) for table in rope)
+        if time_index is not None:
+            time_index = jnp.pad(jnp.atleast_2d(time_index), ((0, 0), (0, rows)))
     t_BM = t_B if t_B.ndim == 2 else t_B[:, None]
 
     rest = config.text_len - ctx_BSE.shape[1]
@@ -86,17 +98,22 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
         _Embeddings(config), patches, t_BM, ctx_BSE, cond.get("image")
     )
     h = sharding.constrain(h, "batch", "tokens", None)
-    layer = Block(config, max(rest, 1))
+    layer = Block(config, max(rest, 1), L)
+    if time_index is not None:
+        time_index = jnp.broadcast_to(time_index, (len(h), L + rows))
+    side = {"ctx": ctx, "image": image, "e6": e6_BM6D, "time_index": time_index}
 
-    def block(layer_params, layer_lora, h):
-        out = layer.apply(
-            {"params": layer_params, "lora": layer_lora},
-            *(h, ctx, image, e6_BM6D, cond.get("time_index"), rope),
-        )
+    def block(layer_params, layer_lora, h, side):
+        out = layer.apply({"params": layer_params, "lora": layer_lora}, h, **side, rope=rope)
         return sharding.constrain(out, "batch", "tokens", None)
 
-    h = blocks.run_blocks(block, params[STACK], lora.get(STACK, {}), h, remat=config.remat)
-    y_BLP = outer(_Head(config), h, e_BMD, cond.get("time_index"))
+    if sharding.mesh_shape().get("stage", 1) > 1:
+        stack, lora_stack = (stage(tree, config).get(STAGES, {}) for tree in (params, lora))
+        run = functools.partial(pipeline.run_blocks, layers=config.num_layers)
+    else:
+        stack, lora_stack, run = params[STACK], lora.get(STACK, {}), blocks.run_blocks
+    h = run(block, stack, lora_stack, h, side, remat=config.remat)
+    y_BLP = outer(_Head(config), h, e_BMD, time_index)[:, :L]
     return layers.unpatchify(y_BLP, grid, config.patch_size)
 
 
@@ -122,11 +139,90 @@ def init(key, config: WanConfig):
     return {**embeddings, **head, STACK: stack}
 
 
+def check_mesh(config: WanConfig, mesh: dict[str, int], batch: int, tokens: int) -> None:
+    """Raise ValueError, naming the legal values, when the model cannot run so on a mesh of these
+    sizes. Any number of tokens >= mesh.context and any number of layers >= chunks will do."""
+    size = {axis: mesh.get(axis, 1) for axis in sharding.AXES}
+    attention.resolve(config.attention, config.dtype, config.attention_head_dim)
+    attention.context_form(config.num_attention_heads, size, config.context)
+    shards = size["data"] * size["fsdp"]
+    if batch % shards:
+        legal = [n for n in range(1, batch + 1) if batch % n == 0]
+        raise ValueError(
+            f"a batch of {batch} samples does not divide over mesh.data*fsdp = {shards}; make the "
+            f"batch a multiple of {shards}, or config.mesh.data*fsdp one of {legal}"
+        )
+    if tokens < size["context"]:
+        raise ValueError(
+            f"mesh.context = {size['context']} is more than the {tokens} tokens of a video; "
+            f"set config.mesh.context to at most {tokens}"
+        )
+    chunks = size["stage"] * config.interleave
+    if chunks > config.num_layers:
+        raise ValueError(
+            f"mesh.stage*model.interleave = {chunks} is more than the {config.num_layers} layers; "
+            f"set config.mesh.stage to at most {config.num_layers // config.interleave}"
+        )
+    if config.interleave > 1 and size["stage"] == 1:
+        raise ValueError(
+            f"model.interleave = {config.interleave} needs a pipeline; set it to 1, or "
+            f"config.mesh.stage to 2..{config.num_layers // config.interleave}"
+        )
+
+
+def describe(config: WanConfig, mesh: dict[str, int]) -> str:
+    """One line for the start of a run: the attention kernel, and how context and stage are used."""
+    kernel = attention.resolve(config.attention, config.dtype, config.attention_head_dim)
+    ulysses, ring = attention.context_form(config.num_attention_heads, mesh, config.context)
+    parts = [f"attention {kernel}", f"remat {config.remat}"]
+    if ulysses * ring > 1:
+        parts.append(f"context = ulysses {ulysses} x ring {ring}")
+    if mesh.get("stage", 1) > 1:
+        per = pipeline.chunk_layers(config.num_layers, mesh["stage"], config.interleave)
+        parts.append(f"stage = {mesh['stage']} x {config.interleave} chunks of {per} blocks")
+    return ", ".join(parts)
+
+
+def stage(tree, config: WanConfig):
+    """A parameter or adapter tree with its blocks laid out for the pipeline of the mesh in use.
+
+    `denoise` does this itself; a tree that stays (the frozen base) is better staged once, because
+    with interleaving, or layers that the stages do not divide, weights change devices here.
+    """
+    if STACK not in tree:
+        return tree
+    stages = sharding.mesh_shape().get("stage", 1)
+    rest = {name: leaf for name, leaf in tree.items() if name != STACK}
+    stacked = pipeline.stack(tree[STACK], config.num_layers, stages, config.interleave)
+    return {**rest, STAGES: stacked}
+
+
+def unstage(tree, config: WanConfig):
+    """Invert `stage`."""
+    if STAGES not in tree:
+        return tree
+    rest = {name: leaf for name, leaf in tree.items() if name != STAGES}
+    return {**rest, STACK: pipeline.unstack(tree[STAGES], config.num_layers)}
+
+
 def store(params, dtype):
     """Cast matmul weights to dtype; norms, tables and the time embedding stay float32 (as in
-    released files)."""
-    keep = lambda path: any(name in path for name in FLOAT32)
-    return trees.map_paths(lambda p, x: x.astype(jnp.float32 if keep(p) else dtype), params)
+    released files). With "float8" or "int8" the matrices of the blocks take one byte a weight (see
+    quant), and the other matmul weights are bfloat16."""
+    flat = trees.flatten(params)
+    return trees.unflatten({k: x for path in flat for k, x in store_leaf(path, flat[path], dtype)})
+
+
+def store_leaf(path: str, leaf, dtype) -> list[tuple[str, jax.Array]]:
+    """The paths and leaves under which `store` keeps one leaf."""
+    if any(name in path for name in FLOAT32):
+        return [(path, leaf.astype(jnp.float32))]
+    if dtype not in quant.DTYPES:
+        return [(path, leaf.astype(dtype))]
+    if path.split("/")[0] not in (STACK, STAGES) or not path.endswith("/kernel"):
+        return [(path, leaf.astype(jnp.bfloat16))]
+    scale = path.removesuffix("kernel") + "scale"
+    return list(zip((path, scale), quant.quantise(leaf, dtype), strict=True))
 
 
 def forward_flops(config: WanConfig, grid: tuple[int, int, int]) -> int:
@@ -142,7 +238,8 @@ def forward_flops(config: WanConfig, grid: tuple[int, int, int]) -> int:
 
 def logical_axes(path: str, leaf) -> tuple[str | None, ...]:
     """Logical axes of a parameter or adapter leaf, for `sharding.tree_shardings`."""
-    stack = ("layers",) if path.startswith(STACK + "/") else ()
+    stacks = {STACK: ("layers",), STAGES: ("stage", None, None)}
+    stack: tuple[str | None, ...] = stacks.get(path.split("/")[0], ())
     module, name = ("", *path.split("/"))[-2:]
     column = module in ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "ffn.net.0.proj")
     row = module in ("to_out.0", "ffn.net.2")
@@ -163,27 +260,31 @@ class Block(nn.Module):
 
     config: WanConfig
     last_count: int  # multiplicity of the last text row
+    length: int | None = None  # real tokens, when padding follows
 
     @nn.compact
-    def __call__(self, h_BLD, ctx_BSD, image_BSD, e6_BM6D, time_index, rope):
+    def __call__(self, h_BLD, ctx, image, e6, time_index, rope):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         table = self.param("scale_shift_table", _table_init, (1, 6, config.dim), jnp.float32)
-        e6 = e6_BM6D + table.astype(jnp.float32)[None]
+        e6 = e6 + table.astype(jnp.float32)[None]
         shift1, scale1, gate1, shift2, scale2, gate2 = (
             per_token(e6[:, :, i], time_index) for i in range(6)
         )
         u = layers.LayerNorm(config.eps, name="norm1")(h_BLD) * (1 + scale1) + shift1
-        attn = Attention(config, name="attn1")(u.astype(dtype), None, None, rope, 1)
+        attn = Attention(config, name="attn1")(
+            u.astype(dtype), None, None, rope, length=self.length
+        )  # fmt: skip
         h = (h_BLD.astype(jnp.float32) + attn.astype(jnp.float32) * gate1).astype(dtype)
 
         norm = layers.LayerNorm(config.eps, affine=True, name="norm2")
         u = norm(h).astype(dtype) if config.cross_attn_norm else h
-        attn = Attention(config, name="attn2")(u, ctx_BSD, image_BSD, None, self.last_count)
+        attn = Attention(config, name="attn2")(u, ctx, image, None, self.last_count)
         h = h + attn
 
         u = (layers.LayerNorm(config.eps, name="norm3")(h) * (1 + scale2) + shift2).astype(dtype)
-        u = layers.Dense(config.ffn_dim, dtype, name="ffn.net.0.proj")(u)
-        u = layers.Dense(config.dim, dtype, name="ffn.net.2")(nn.gelu(u, approximate=True))
+        dense = functools.partial(layers.Dense, dtype=dtype, direct=True)  # attention needs more
+        u = dense(config.ffn_dim, name="ffn.net.0.proj")(u)
+        u = dense(config.dim, name="ffn.net.2")(nn.gelu(u, approximate=True))
         return (h.astype(jnp.float32) + u.astype(jnp.float32) * gate2).astype(dtype)
 
 
@@ -194,7 +295,7 @@ class Attention(nn.Module):
     config: WanConfig
 
     @nn.compact
-    def __call__(self, x_BLD, ctx_BSD, image_BSD, rope, last_count: int):
+    def __call__(self, x_BLD, ctx_BSD, image_BSD, rope, last_count: int = 1, length=None):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         dense = functools.partial(layers.Dense, config.dim, dtype)
         heads = lambda x: x.reshape(*x.shape[:2], -1, config.attention_head_dim)
@@ -205,8 +306,8 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
         q, k = q.astype(dtype), k.astype(dtype)
-        attend = functools.partial(attention.attend, kernel=config.attention)
-        out = attend(q, k, v, last_count=last_count)
+        attend = functools.partial(attention.attend, kernel=config.attention, form=config.context)
+        out = attend(q, k, v, last_count=last_count, length=length)
         if image_BSD is not None:
             k_img = dense(name="add_k_proj")(image_BSD)
             k_img = heads(layers.RMSNorm(config.eps, name="norm_added_k")(k_img)).astype(dtype)

@@ -1,83 +1,284 @@
 """Rewards: decoded videos and prompts in, one score per sample out.
 
 A reward is reward(video_BTHWC uint8, prompts, meta) -> (scores [B], info {name: [B]}), higher is
-better.
+better. config.reward maps names to weights; a name is one of
+
+    shapes                                         built in
+    pickscore?model=/models/PickScore_v1&frames=4  built in, with arguments
+    http?url=http://127.0.0.1:9000&deadline=60     inside a value, & is written %26
+    my.module:fn                                   a function of one's own
+    my.module:make?threshold=0.5                   a function that makes one; "make?" without any
+
+Arguments become the types that the maker's parameters are annotated with (str, int, float).
+
+B samples of a call  M rewards  P prompts  K samples of one prompt
 """
 
 import importlib
-from collections.abc import Callable
+import inspect
+import json
+import math
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterable
+from concurrent import futures
 
+import jax
 import numpy as np
 
-from wanjax import advantages, sharding
+from wanjax import advantages, distributed, sharding
 
-BUILT_IN = {"shapes": "wanjax.rewards.shapes:reward"}
+# name: (import path, with "?" if it makes the reward; lowest and highest possible score)
+BUILT_IN = {
+    "shapes": ("wanjax.rewards.shapes:reward", 0.0, 1.0),
+    "pickscore": ("wanjax.rewards.clip_score:pickscore?", -5.0, 5.0),
+    "clipscore": ("wanjax.rewards.clip_score:clipscore?", 0.0, 1.0),
+    "hpsv2": ("wanjax.rewards.clip_score:hpsv2?", -1.0, 1.0),
+    "ocr": ("wanjax.rewards.ocr:ocr?", 0.0, 1.0),
+    "http": ("wanjax.rewards.http:http?", -math.inf, math.inf),
+}
+FAILURE = ("stop", "skip")
+_ROUNDING = 1e-4  # a cosine may end above 1
+
+
+class RewardError(RuntimeError):
+    """A reward failed while it ran; the message is one line."""
 
 
 def find(name: str) -> Callable:
-    """The reward of a built-in name, or of an import path "package.module:function"."""
-    path = BUILT_IN.get(name, name)
-    module, _, function = path.partition(":")
+    """Return the reward of a name (see the module); ValueError in one line if it can't be made."""
+    base, made, query = name.partition("?")
+    path = BUILT_IN[base][0] if base in BUILT_IN else base + made
+    module, _, function = path.removesuffix("?").partition(":")
     if not function:
         raise ValueError(
             f"config.reward names {name!r}; expected one of {tuple(BUILT_IN)} or an import path "
             "'package.module:function'"
         )
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"config.reward names {name!r}, which cannot be imported: {error}"
+            f"config.reward names {name!r}, which cannot be imported: {error}; pip install "
+            "'wanjax[rewards]' has the packages of the built-in ones"
         ) from None
+    if not path.endswith("?"):
+        if made:
+            raise ValueError(f"config.reward names {name!r}; {base} takes no arguments")
+        return found
+    try:
+        return found(**_arguments(found, query))
+    except (ValueError, ImportError, OSError) as error:
+        raise ValueError(f"config.reward names {name!r}: {error}") from None
 
 
-def combine(names) -> Callable:
-    """One function (video, prompts) -> ({name: scores [B]}, info) over several rewards.
+def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
+    """Make one function (video, prompts) -> ({name: scores [B]}, info) of several rewards.
 
-    Info values are named "<reward>/<part>"; a part "strict" also appears as "success".
+    Info values are named "reward/<label>/<part>"; a part "strict" also appears as "success".
+    deadline: seconds that one reward may take for one call.
+    The function raises RewardError for a reward that takes longer, gives another number of scores,
+    or leaves the range of a built-in one; NaN passes.
     """
     functions = {name: find(name) for name in names}
+    labels = _labels(functions)
 
     def score(video_BTHWC, prompts):
         scores, info = {}, {}
         for name, function in functions.items():
-            scores[name], parts = function(video_BTHWC, prompts, None)
-            info |= {f"reward/{name}/{part}": values for part, values in parts.items()}
+            label = labels[name]
+            running = _in_thread(function, video_BTHWC, prompts, None)
+            futures.wait([running], deadline)
+            if not running.done():
+                raise RewardError(
+                    f"reward {label} gave no answer for {len(prompts)} videos in {deadline:g} s; "
+                    "raise config.reward_deadline or look at what it waits for"
+                )
+            values, parts = running.result()
+            scores[name] = _row(f"reward {label}", values, prompts)
+            _check_range(name, scores[name], prompts)
+            for part, values in parts.items():
+                info[f"reward/{label}/{part}"] = _row(f"reward {label}/{part}", values, prompts)
             if "strict" in parts:
-                info["success"] = parts["strict"]
+                info["success"] = info[f"reward/{label}/strict"]
         return scores, info
 
     return score
 
 
-def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: int):
-    """Score batches of videos in order; returns (scores_MPK, metrics).
+def run(videos, texts, reward: Callable, names, *, failure: str = "stop"):
+    """Score batches of videos in order; returns (scores {name: [B]}, info {name: [B]}).
 
     videos: device arrays [b, ...] whose lengths add up to len(texts); each is fetched when its turn
-    comes, so that scoring overlaps with the sampling and decoding of the rest.
-    reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.
-    Raises FloatingPointError with step and prompt for a score that is not finite.
+    comes, while the batch before it is scored in a thread of its own.
+    Process 0 scores and tells the others, so that all have the same numbers.
+    A batch whose reward raises stops the run with RewardError, or with failure="skip" gets NaN.
     """
-    results, first = [], 0
+    if failure not in FAILURE:
+        raise ValueError(f"config.reward_failure is {failure!r}; expected one of {FAILURE}")
+    scored, first = [], 0
     for batch in videos:
-        frames = sharding.fetch(batch)
-        results.append(reward(frames, texts[first : first + len(frames)]))
-        first += len(frames)
-    scores_MB = np.stack([np.concatenate([r[0][name] for r in results]) for name in weights])
-    info = {name: np.concatenate([r[1][name] for r in results]) for name in results[0][1]}
-    if not np.isfinite(scores_MB).all():
-        bad = int(np.argwhere(~np.isfinite(scores_MB))[0][1])
+        frames = sharding.fetch(batch)  # by all processes, also after a failure
+        part = slice(first, first := first + len(frames))
+        last = scored[-1][1].result() if scored else None
+        ended = failure == "stop" and isinstance(last, Exception)
+        if jax.process_index() == 0 and not ended:
+            scored.append((part, _in_thread(_attempt, reward, frames, texts[part])))
+    results = [(part, future.result()) for part, future in scored]
+    return _told(*_joined(results, names, len(texts), failure))
+
+
+def score(
+    videos, texts, reward: Callable, weights: dict, *, group: int, step: int, failure: str = "stop"
+):
+    """Score batches of videos as `run` does; returns (scores_MPK, metrics).
+
+    reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.
+    failure: "stop" raises RewardError, or FloatingPointError for a score that is not finite, with
+    step and sample. "skip" gives each lost sample the mean of the rest of its group, so that its
+    advantage is zero and the others' means are their own.
+    """
+    try:
+        scores, info = run(videos, texts, reward, weights, failure=failure)
+    except RewardError as error:
+        raise RewardError(
+            f"step {step}, phase reward: {error}; the last good checkpoint is kept"
+        ) from error
+    scores_MB = np.stack([scores[name] for name in weights])
+    labels = list(_labels(weights).values())
+    lost_B = ~np.isfinite(scores_MB).all(0)
+    if failure == "stop" and lost_B.any():
+        which, bad = np.argwhere(~np.isfinite(scores_MB.T))[0][::-1]
         raise FloatingPointError(
-            f"step {step}, phase reward: sample {bad} ({texts[bad]!r}) got a reward that is not "
-            "finite; the last good checkpoint is kept"
+            f"step {step}, phase reward: sample {bad} ({texts[bad]!r}) got {labels[which]} = "
+            f"{scores_MB[which, bad]}, which is not finite; the last good checkpoint is kept"
         )
-    scores_MPK = scores_MB.reshape(len(weights), -1, group)
+    scores_MPK = _filled(scores_MB.reshape(len(weights), -1, group), lost_B.reshape(-1, group))
     total_PK = np.einsum("m,mpk->pk", list(weights.values()), scores_MPK)
     metrics = {
         "reward/mean": total_PK.mean(),
         "reward/std": total_PK.std(),
         "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
-        **{f"reward/{name}": row.mean() for name, row in zip(weights, scores_MB, strict=True)},
-        **{name: values.mean() for name, values in info.items()},
-    }
+        **{f"reward/{label}": row.mean() for label, row in zip(labels, scores_MPK, strict=True)},
+        **{name: values[finite].mean() for name, values in info.items()
+           if (finite := np.isfinite(values)).any()},
+    }  # fmt: skip
+    if failure == "skip":
+        metrics["reward/lost"] = lost_B.mean()
     return scores_MPK, metrics
+
+
+def _arguments(maker: Callable, query: str) -> dict:
+    """Arguments of a reward's maker from the part of its name after "?"."""
+    known = inspect.signature(maker).parameters
+    given = urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    needed = [key for key, p in known.items() if p.default is p.empty and key not in dict(given)]
+    if needed:
+        raise ValueError(f"needs the argument {needed[0]!r}, as in ...?{needed[0]}=VALUE")
+    values = {}
+    for key, text in given:
+        if key not in known:
+            raise ValueError(f"has no argument {key!r}; it has {', '.join(known)}")
+        kind = known[key].annotation
+        try:
+            values[key] = kind(text) if kind in (int, float) else text
+        except ValueError:
+            raise ValueError(f"argument {key} is {text!r}, expected {kind.__name__}") from None
+    return values
+
+
+def _labels(names: Iterable[str]) -> dict[str, str]:
+    """Short names for metrics: what stands before "?", numbered where that is not unique."""
+    labels: dict[str, str] = {}
+    for name in names:
+        base = name.partition("?")[0]
+        same = sum(other.partition("?")[0] == base for other in labels)
+        labels[name] = f"{base}_{same + 1}" if same else base
+    return labels
+
+
+def _in_thread(function: Callable, *args) -> futures.Future:
+    """Start function(*args) in a thread that, unlike an executor's, never keeps the process up."""
+    future = futures.Future()
+
+    def work():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def _attempt(reward: Callable, frames_BTHWC, texts):
+    """Scores and info of a batch, or the exception that they ended in."""
+    try:
+        return reward(frames_BTHWC, texts)
+    except Exception as error:  # of whatever the user's reward runs
+        return error
+
+
+def _joined(results, names, count: int, failure: str):
+    """(scores, info, the exception that ends the run) of [(slice, result of _attempt)]."""
+    scores, info = {name: np.full(count, np.nan) for name in names}, {}
+    for part, result in results:
+        if isinstance(result, Exception):
+            kind = "" if isinstance(result, RewardError) else f"{type(result).__name__}: "
+            said = " ".join(str(result).split())
+            line = f"samples {part.start} to {part.stop - 1}: {kind}{said}"
+            if failure == "stop":
+                error = RewardError(line)
+                error.__cause__ = result
+                return scores, info, error
+            print(f"reward: skipped {line}", flush=True)
+            continue
+        for name in names:
+            scores[name][part] = result[0][name]
+        for name, values in result[1].items():
+            info.setdefault(name, np.full(count, np.nan))[part] = values
+    return scores, info, None
+
+
+def _told(scores, info, error):
+    """What process 0 has found, on every process; raises its error on all."""
+    if jax.process_count() > 1:
+        rows = [{name: row.tolist() for name, row in rows.items()} for rows in (scores, info)]
+        mine = json.dumps([*rows, error and str(error)]) if jax.process_index() == 0 else ""
+        scores, info, line = json.loads(distributed.gather(mine)[0])
+        scores, info = ({n: np.array(row) for n, row in rows.items()} for rows in (scores, info))
+        error = error or (line and RewardError(line))
+    if error:
+        raise error
+    return scores, info
+
+
+def _row(what: str, values, prompts) -> np.ndarray:
+    """Values as float64 [B]; RewardError if there is not one for each prompt."""
+    row = np.asarray(values, np.float64)
+    if row.shape != (len(prompts),):
+        raise RewardError(
+            f"{what} has shape {row.shape} for {len(prompts)} videos; expected one number each"
+        )
+    return row
+
+
+def _check_range(name: str, scores_B, prompts) -> None:
+    """RewardError if a score of a built-in reward lies outside its range."""
+    base = name.partition("?")[0]
+    _, low, high = BUILT_IN.get(base, ("", -math.inf, math.inf))
+    for i in np.flatnonzero((scores_B < low - _ROUNDING) | (scores_B > high + _ROUNDING)):
+        raise RewardError(
+            f"reward {base} gave {scores_B[i]:g} for sample {i} of the batch ({prompts[i]!r}), "
+            f"outside {low:g} to {high:g}; check that its model is the right one"
+        )
+
+
+def _filled(scores_MPK, lost_PK):
+    """Put the mean of the rest of its group in place of each lost sample; of all, if no rest is."""
+    filled, kept_MB = scores_MPK.copy(), scores_MPK[:, ~lost_PK]
+    everywhere_M1 = kept_MB.mean(1, keepdims=True) if kept_MB.size else np.zeros((len(filled), 1))
+    for p, lost_K in enumerate(lost_PK):
+        rest = scores_MPK[:, p, ~lost_K]
+        filled[:, p, lost_K] = rest.mean(1, keepdims=True) if rest.size else everywhere_M1
+    return filled

@@ -1,0 +1,527 @@
+"""DMD2 on random tiny models: who moves, who does not, and that no answer depends on how the work
+is split. The losses themselves and whole steps of the reference are in tests/losses/test_dmd2.py.
+"""
+
+import dataclasses
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import default, dmd2_wan21, dmd2_wan22
+from tests import tiny
+from wanjax import (
+    checkpoint,
+    export,
+    metrics,
+    optim,
+    sample,
+    sampler,
+    schedule,
+    sharding,
+    train,
+    trees,
+)  # fmt: skip
+from wanjax import state as states
+from wanjax.algorithms import dmd2
+from wanjax.data import video
+from wanjax.losses import flow
+from wanjax.models import lora, presets, wan
+
+SMALL = dataclasses.replace(
+    tiny.MODEL,
+    name="small",
+    wan=dataclasses.replace(tiny.WAN, num_layers=1, ffn_dim=32),
+    experts=("high",),
+    boundary=None,
+)
+BOTH = ("high", "low")
+
+
+def _setup(model=tiny.MODEL, roles=None, **changes):
+    """Four steps at shift 3: σ 1, .9 for the high expert, .75, .5 for the low one."""
+    given = {"sampling__guidance": presets.Guidance(1.0, 1.0), "schedule__steps": 4}
+    given["lora__targets"] = (
+        r"blocks/attn1/to_q",
+        r"blocks/ffn\.net\.2",
+    )  # few leaves compile fast
+    given |= {k: v for k, v in changes.items() if not k.startswith("dmd2__")}
+    setup = tiny.make_setup(model, **given)
+    fields = dict(prompts_per_step=2, group_size=2, micro_samples=4, student_every=1, ema_start=1)
+    fields |= {k.removeprefix("dmd2__"): v for k, v in changes.items() if k.startswith("dmd2__")}
+    roles = {role: (roles or {}).get(role, model) for role in ("teacher", "critic")}
+    critic = roles["critic"].experts
+    experts = setup.experts if critic == model.experts else critic
+    return dataclasses.replace(
+        setup,
+        algorithm=dmd2.Config(**fields),
+        roles=roles,
+        role_optim={"critic": {e: optim.OptimConfig(lr=1e-2) for e in experts}},
+    )
+
+
+def _base(model=tiny.MODEL, seed=0):
+    params = tiny.parameters(seed, model)
+    return {expert: params[expert] for expert in model.experts}
+
+
+def _start(setup, **roles):
+    return dmd2.init(jax.random.key(0), setup, {"student": _base(setup.model), **roles})
+
+
+def _collect(setup, state, x0=None):
+    ctx, uncond = tiny.contexts()
+    tools = states.Tools(tiny.parameters()["vae"], uncond)
+    return dmd2.collect(state, setup, states.Item(["a", "b"], ctx, x0), tools)
+
+
+def _step(setup, state):
+    return dmd2.update(state, setup, _collect(setup, state))
+
+
+def _stir(tree, seed, scale=0.1):
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(tree))))
+    return jax.tree.map(lambda x: x + scale * jax.random.normal(next(keys), x.shape), tree)
+
+
+def _equal(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+def _close(a, b, tolerance):
+    for (path, x), (_, y) in zip(*(sorted(trees.flatten(t).items()) for t in (a, b)), strict=True):
+        scale = np.abs(y).max() + 1e-12
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale, err_msg=path)
+
+
+# One setup for most tests, since a setup is what compiled programs belong to. The student's turns
+# are the odd steps; sequential guidance makes equal scores equal bit for bit.
+JOINT = _setup(
+    dmd2__guidance={"high": 3.0, "low": 3.0},
+    dmd2__student_every=2,
+    dmd2__ema_decay=0.75,
+    sampling__guidance_mode="sequential",
+)
+
+
+@functools.cache
+def _stirred():
+    """A state of JOINT at step 1 in which student, critic and teacher differ, and its batch."""
+    state = _start(JOINT).replace(step=jnp.ones((), jnp.int32))
+    for role, seed in (("student", 7), ("critic", 8)):
+        moved = _stir(states.trainable(state, JOINT, role), seed)
+        state = states.replace_trainable(state, JOINT, moved, role)
+    return state, _collect(JOINT, state)
+
+
+def _update(setup, state, batch):
+    """`update` on a copy, which it may donate."""
+    return dmd2.update(jax.tree.map(jnp.copy, state), setup, batch)
+
+
+def _only(batch, name):
+    return dataclasses.replace(batch, latents={name: batch.latents[name]})
+
+
+@functools.cache
+def _updated():
+    return _update(JOINT, *_stirred())
+
+
+def test_a_critic_equal_to_the_teacher_gives_the_student_no_gradient():
+    """Without guidance, which a prompt equal to the negative one has; the student is elsewhere."""
+    state, batch = _stirred()
+    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    fresh = states.trainable(_start(JOINT), JOINT, "critic")
+    equal = states.replace_trainable(state, JOINT, fresh, "critic")
+    after, metrics = _update(
+        JOINT, equal, dataclasses.replace(_only(batch, "student"), ctx_BSE=null)
+    )
+    for expert in BOTH:
+        assert metrics[f"grad_norm/{expert}"] == 0 and metrics[f"dmd2/loss/{expert}"] == 0
+        assert _updated()[1][f"grad_norm/{expert}"] > 1e-3
+    assert _equal(states.trainable(after, JOINT), states.trainable(state, JOINT))
+
+
+def test_each_pass_moves_its_own_role_and_nothing_else():
+    state, batch = _stirred()
+    for name, moved, kept in (("student", "default", "critic"), ("critic", "critic", "default")):
+        after, _ = _update(JOINT, state, _only(batch, name))
+        assert _equal(after.params, state.params)
+        assert _equal(after.adapters[kept], state.adapters[kept])
+        assert _equal(after.adapters[moved], _updated()[0].adapters[moved])
+        for expert in BOTH:
+            assert not _equal(after.adapters[moved][expert], state.adapters[moved][expert])
+
+
+def test_student_gradient_is_that_of_its_last_call_alone():
+    """An oracle in plain jax: g/N pulled back through one call, in which x and g are constants."""
+    state, batch = _stirred()
+    exit_step, region = dmd2._draw(JOINT, 1, "high", "student")
+    sigma, t = JOINT.sampling.schedule.sigmas[exit_step], 1000.0
+    sigma, t, sigma_s = float(sigma), float(1000 * sigma), 0.75
+    x, base = batch.latents["student"]["high"]["x"], state.params["student"]["high"]
+    keys = [dmd2._key(JOINT, 1, "high", "student", purpose) for purpose in (1, 2)]
+
+    def run(adapter, x, t_B, ctx):
+        return wan.denoise(base, adapter, x, t_B, ctx, config=tiny.WAN)
+
+    @jax.jit
+    def oracle(student, critic, ctx, null):
+        x0, pull = jax.vjp(lambda a: x - sigma * run(a, x, jnp.full(4, t), ctx), student)
+        x_s = x + (sigma_s - sigma) * (x - x0) / sigma
+        u = region.u[0] + (region.u[1] - region.u[0]) * flow.uniform(keys[0], jnp.arange(4))
+        t_B = jnp.clip(1000 * schedule.shift_map(u, 3.0), 20, 980)
+        s = (t_B / 1000)[:, None, None, None, None]
+        alpha = (1 - s) / (1 - sigma_s)
+        beta = jnp.sqrt(s**2 - (alpha * sigma_s) ** 2)
+        x_t = alpha * x_s + beta * sampler.initial_noise(keys[1], jnp.arange(4), x.shape[1:])
+        cond, uncond = run({}, x_t, t_B, ctx), run({}, x_t, t_B, null)
+        real = x_t - s * (uncond + 3.0 * (cond - uncond))
+        fake = x_t - s * run(critic, x_t, t_B, ctx)
+        g = (fake - real) / jnp.abs(x0 - real).mean((1, 2, 3, 4), keepdims=True)
+        return t_B, 0.5 * (g**2).mean(), optax.tree.norm(pull(g / g.size))
+
+    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    adapters = (state.adapters[name]["high"] for name in ("default", "critic"))
+    t_B, loss, norm = oracle(*adapters, batch.ctx_BSE, null)
+    assert 875 <= float(t_B.min()) < float(t_B.max()) <= 980
+    np.testing.assert_allclose(_updated()[1]["dmd2/loss/high"], loss, rtol=1e-4)
+    np.testing.assert_allclose(_updated()[1]["grad_norm/high"], norm, rtol=1e-4)
+
+
+def test_critic_clips_end_where_the_next_expert_begins():
+    """The low expert's rollout passes the high one's; both are Euler's steps over the schedule."""
+    state, batch = _stirred()
+    plan, null = JOINT.sampling.schedule, batch.uncond_1SE
+    policy = states.rollout_params(state)
+    for expert, steps in (("high", range(2)), ("low", range(4))):
+        exit_step, _ = dmd2._draw(JOINT, 1, expert, "critic")
+        x = sampler.initial_noise(
+            dmd2._key(JOINT, 1, expert, "critic", 0), jnp.arange(4), states.latent_shape(JOINT)
+        )
+        for i in range(exit_step + 1):
+            name = schedule.expert_name(plan, i)
+            run = _velocity(*policy[name], batch.ctx_BSE, null)
+            end = plan.sigmas[steps.stop] if i == exit_step else plan.sigmas[i + 1]
+            x = x + (end - plan.sigmas[i]) * run(x, jnp.full(4, plan.timesteps[i]))
+        np.testing.assert_allclose(batch.latents["critic"][expert]["x"], x, atol=1e-4)
+
+
+def _velocity(params, adapter, ctx, null):
+    del null
+    return lambda x, t: _denoise(params, adapter, x, t, ctx)
+
+
+_denoise = jax.jit(functools.partial(wan.denoise, config=tiny.WAN))
+
+
+def test_cadence_and_average_follow_the_student():
+    state, _ = _stirred()
+    state = jax.tree.map(jnp.copy, state).replace(step=jnp.zeros((), jnp.int32))
+    for step in range(4):
+        before = jax.tree.map(np.asarray, state.adapters)
+        state, metrics = dmd2.update(state, JOINT, _collect(JOINT, state))
+        student = step % 2 == 1
+        assert ("dmd2/loss/high" in metrics) == student and "critic/loss/low" in metrics
+        assert _equal(state.adapters["default"], before["default"]) != student
+        assert not _equal(state.adapters["critic"], before["critic"])
+        if step == 1:  # the first update: a copy
+            assert _equal(state.adapters["ema"], state.adapters["default"])
+        elif step == 3:
+            want = trees.lerp(state.adapters["default"], before["ema"], 0.75)
+            assert _equal(state.adapters["ema"], want)
+        else:
+            assert _equal(state.adapters["ema"], before["ema"])
+
+
+def test_the_second_stage_starts_from_the_frozen_student_of_the_first():
+    joint, batch = _stirred()
+    setup = _setup(setup__experts=("low",), dmd2__student_every=2)
+    state = _start(setup)
+    assert set(state.opt) == set(state.role_opt["critic"]) == {"low"}
+    first = {"high": joint.adapters["default"]["high"], "low": joint.adapters["default"]["low"]}
+    state = states.start_from(state, setup, first).replace(step=jnp.ones((), jnp.int32))
+    staged = _collect(setup, state)
+    assert set(staged.latents["student"]) == {"low"}
+    for name in ("student", "critic"):
+        got, want = (b.latents[name]["low"]["x"] for b in (staged, batch))
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert set(states.averaged(state, "ema")) == {"low"}
+    policy = states.rollout_params(state, "ema")
+    assert _equal(policy["high"][1], first["high"]) and _equal(policy["low"][1], first["low"])
+    with pytest.raises(ValueError, match="config.lora.rank"):
+        states.start_from(state, setup, {"low": trees.map_paths(lambda _, a: a[:1], first["low"])})
+
+
+def test_a_shared_base_gives_what_full_copies_give():
+    """The critic's adapter merged into a copy of its own, and a teacher of its own."""
+    state, batch = _stirred()
+    merged = {e: lora.merge(_base()[e], state.adapters["critic"][e]) for e in BOTH}
+    copies = _start(JOINT, teacher=_base(), critic=merged).replace(step=state.step)
+    copies = states.replace_trainable(copies, JOINT, state.adapters["default"])
+    assert set(state.params) == {"student"} and set(copies.params) == {
+        "student", "teacher", "critic",
+    }  # fmt: skip
+    _, metrics = _update(JOINT, copies, batch)
+    for name in ("dmd2/loss", "dmd2/norm", "grad_norm", "critic/loss"):
+        for expert in BOTH:
+            want = _updated()[1][f"{name}/{expert}"]
+            np.testing.assert_allclose(metrics[f"{name}/{expert}"], want, rtol=1e-3)
+
+
+HIGH = dict(
+    setup__experts=("high",), sampling__guidance_mode="sequential", dmd2__student_every=2,
+    dmd2__guidance={"high": 3.0, "low": 3.0},
+)  # fmt: skip
+
+
+def _high_alone(setup):
+    """The high expert's part of the common state."""
+    joint, _ = _stirred()
+    state = _start(setup).replace(step=joint.step)
+    for role, name in (("student", "default"), ("critic", "critic")):
+        part = jax.tree.map(jnp.copy, {"high": joint.adapters[name]["high"]})
+        state = states.replace_trainable(state, setup, part, role)
+    return state
+
+
+def _same_high_step(after, metrics, tolerance):
+    for name in ("default", "critic"):
+        got, want = (s.adapters[name]["high"] for s in (after, _updated()[0]))
+        _close(got, want, tolerance)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, _updated()[1][name], rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_the_first_stage_alone_in_small_micro_batches_takes_the_same_step():
+    setup = _setup(**HIGH, dmd2__micro_samples=2)
+    state = _high_alone(setup)
+    assert set(state.opt) == set(state.role_opt["critic"]) == {"high"}
+    after, metrics = _update(setup, state, _stirred()[1])
+    metrics = {k: v for k, v in metrics.items() if "x0_std" not in k}  # not a mean over samples
+    _same_high_step(after, metrics, 2e-3)
+
+
+def test_eight_devices_take_the_same_step_as_one():
+    setup = _setup(**HIGH)
+    state = _high_alone(setup)
+    mesh = sharding.make_mesh(dict(data=2, fsdp=2, tensor=2))
+    with sharding.use_mesh(mesh):
+        place = sharding.tree_shardings(mesh, state.params["student"]["high"], wan.logical_axes)
+        placed = {"high": jax.device_put(state.params["student"]["high"], place)}
+        params = {"student": {**state.params["student"], **placed}}
+        after, metrics = _step(setup, state.replace(params=params))
+    _same_high_step(after, metrics, 2e-3)
+
+
+@functools.cache
+def _distilled():
+    """A one-expert student of another size below the two-expert teacher: states after each of three
+    warm and three further steps, with metrics."""
+    setup = _setup(
+        SMALL, {"teacher": tiny.MODEL}, dmd2__warm_steps=3, dmd2__warm_substeps=2, lora__rank=0,
+        optim__lr=1e-3,
+    )  # fmt: skip
+    states_, metrics = [_start(setup, teacher=_base())], []
+    for step in range(6):
+        at = step if step >= 3 else 0  # the same pairs in each warm step
+        state = states_[-1].replace(step=jnp.int32(at))
+        after, found = _update(setup, state, _collect(setup, state))
+        states_.append(after)
+        metrics.append(found)
+    return setup, states_, metrics
+
+
+def test_warm_start_lowers_the_regression_on_teacher_pairs_and_leaves_the_critic():
+    setup, found, metrics = _distilled()
+    losses = [float(m["warm/loss/high"]) for m in metrics[:3]]
+    assert losses[0] > losses[1] > losses[2]
+    assert _equal(found[3].params["critic"], found[0].params["critic"])
+    assert _equal(found[3].params["ema"], found[3].params["student"])
+
+
+def test_a_small_student_learns_from_a_large_two_expert_teacher():
+    setup, found, metrics = _distilled()
+    assert trees.count(found[0].params["teacher"]) > 2 * trees.count(found[0].params["student"])
+    served = {dmd2._draw(setup, step, "high", "student")[1].teacher for step in range(3, 6)}
+    assert served == {"high", "low"}
+    for before, after, values in zip(found[3:-1], found[4:], metrics[3:], strict=True):
+        assert _equal(after.params["teacher"], before.params["teacher"])
+        assert not _equal(after.params["student"], before.params["student"])
+        assert not _equal(after.params["critic"], before.params["critic"])
+        assert np.isfinite(values["dmd2/loss/high"]) and values["dmd2/loss/high"] > 0
+    table = states.describe(found[0], setup)
+    for row in ("params/student/high", "params/critic/high"):
+        assert any(line.startswith(row) and line.endswith("trained") for line in table.split("\n"))
+    assert any("params/teacher/low" in r and r.endswith("frozen") for r in table.split("\n"))
+
+
+def test_pairs_lie_on_the_teachers_own_trajectory():
+    setup, found, _ = _distilled()
+    batch = _collect(setup, found[0])
+    exit_step, _ = dmd2._draw(setup, 0, "high", "warm")
+    fine = dmd2._fine(setup)
+    assert fine.steps == 8 and set(fine.expert) == {0, 1}
+    np.testing.assert_allclose(fine.sigmas[::2], setup.sampling.schedule.sigmas, atol=1e-12)
+    teacher = _base()
+    x = sampler.initial_noise(
+        dmd2._key(setup, 0, "high", "warm", 0), jnp.arange(4), states.latent_shape(setup)
+    )
+    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    for i in range(8):
+        if i == 2 * exit_step:
+            np.testing.assert_allclose(batch.latents["warm"]["high"]["x"], x, atol=1e-4)
+        params, t = teacher[schedule.expert_name(fine, i)], jnp.full(4, fine.timesteps[i])
+        cond, uncond = (_denoise(params, {}, x, t, ctx) for ctx in (batch.ctx_BSE, null))
+        x = x + (fine.sigmas[i + 1] - fine.sigmas[i]) * (uncond + 4.0 * (cond - uncond))
+    np.testing.assert_allclose(batch.latents["warm"]["high"]["end"], x, atol=1e-3)
+
+
+def test_fresh_noise_and_real_latents():
+    """SDE form: the anchor is x0 itself. Data: clips are real ones at the level of the exit."""
+    x0 = jax.random.normal(jax.random.key(5), (2, *states.latent_shape(JOINT)))
+    setup = _setup(dmd2__rollout="data_latent", sampling__solver="renoise", setup__experts=("low",))
+    batch = _collect(setup, _start(setup), x0)
+    exit_step, _ = dmd2._draw(setup, 0, "low", "student")
+    key = dmd2._key(setup, 0, "low", "student", 0)
+    noise = sampler.initial_noise(key, jnp.arange(4), x0.shape[1:])
+    sigma = setup.sampling.schedule.sigmas[exit_step]
+    want = (1 - sigma) * jnp.repeat(x0, 2, axis=0) + sigma * noise
+    np.testing.assert_allclose(batch.latents["student"]["low"]["x"], want, atol=1e-6)
+    assert dmd2._phase(setup, "high").sigma_s == 0 and dmd2._phase(JOINT, "high").sigma_s == 0.75
+    with pytest.raises(ValueError, match="config.data.path"):
+        _collect(setup, _start(setup))
+
+
+def test_draws_cover_every_exit_and_never_leave_the_expert():
+    for expert, steps, (low, high) in (("high", {0, 1}, (875, 1000)), ("low", {2, 3}, (0, 875))):
+        draws = [dmd2._draw(JOINT, step, expert, "student") for step in range(40)]
+        assert {exit_step for exit_step, _ in draws} == steps
+        assert draws[3] == dmd2._draw(JOINT, 3, expert, "student")
+        t = [1000 * schedule.shift_map(u, 3.0) for _, region in draws for u in region.u]
+        assert low <= round(min(t), 9) and round(max(t), 9) <= high
+        assert {region.teacher for _, region in draws} == {expert}
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(sampling__guidance=presets.Guidance(3.0, 1.0)), "config.dmd2.guidance"),
+    (dict(sampling__solver="unipc"), "config.sampling.solver is 'unipc'"),
+    (dict(dmd2__rollout="backward"), "config.dmd2.rollout is 'backward'"),
+    (dict(dmd2__floor=0.0), "config.dmd2.floor is 0.0"),
+    (dict(dmd2__t_hi=1000.0), "config.dmd2.t_lo and t_hi"),
+    (dict(dmd2__student_every=0), "config.dmd2.student_every is 0"),
+    (dict(dmd2__ema_decay=1.0), "config.dmd2.ema_decay is 1.0"),
+    (dict(dmd2__updates=2), "config.updates is 2"),
+    (dict(dmd2__micro_samples=3), "config.micro_samples = 3"),
+    (dict(schedule__steps=1), "expert low has none of the 1 steps"),
+    (dict(schedule__steps=1, setup__experts=("high",)), "give both experts steps"),
+    (dict(roles={"teacher": presets.MODELS["wan2.2_ti2v_5b"]}), "config.roles.teacher.path"),
+])  # fmt: skip
+def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
+    with pytest.raises(ValueError, match=text):
+        dmd2.check(_setup(**changes))
+    dmd2.check(JOINT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+def _config(model, workdir, **changes):
+    """Three steps of staged distillation of the high expert, the student moving at the second."""
+    c = tiny.make_config(model, workdir, algorithm="dmd2", experts=("high",), **changes)
+    c.sampling.grid, c.sampling.sigmas = "explicit", (1.0, 0.75, 0.5, 0.25)
+    c.sampling.solver, c.sampling.shift = "euler", 3.0
+    c.lora.targets = (r"blocks/attn1/to_q", r"blocks/ffn\.net\.2")
+    c.guidance.high = c.guidance.low = 1.0
+    c.group_size, c.micro_samples, c.sampling.batch = 4, 8, 8
+    c.eval.prompts, c.save_every, c.keep_last = "", 1, 9
+    c.dmd2.student_every, c.dmd2.ema_start = 2, 1
+    c.optim.high.lr = c.roles.critic.optim.high.lr = 1e-2
+    return c
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    return train.main(_config(model, tmp_path_factory.mktemp("whole")))
+
+
+def _arrays(run):
+    tree, _ = checkpoint.restore(run, 3, checkpoint.abstract(run, 3))
+    return {path: np.asarray(leaf) for path, leaf in tree.items()}
+
+
+def test_a_run_continued_from_its_first_checkpoint_ends_with_the_same_bits(whole, model, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for step in (2, 3):
+        shutil.rmtree(run / f"checkpoints/step_{step:08d}")
+    shutil.rmtree(run / "export")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0])
+    assert train.main(_config(model, tmp_path)) == run
+    want, got = _arrays(whole), _arrays(run)
+    parts = ("trained/high", "opt/high", "ema/high", "roles/critic/trained", "roles/critic/opt")
+    for part in parts:
+        assert any(path.startswith(part) for path in want), part
+    assert set(want) == set(got)
+    for path, array in want.items():
+        np.testing.assert_array_equal(got[path], array, err_msg=path)
+    for name in ("dmd2/loss/high", "critic/loss/high"):
+        pick = lambda run, name=name: [r[name] for r in metrics.read(run) if name in r]
+        assert pick(run) == pick(whole) and len(pick(run)) == (1 if "dmd2" in name else 3)
+
+
+def test_an_exported_student_is_sampled_as_it_was_trained(whole, model, tmp_path, capsys):
+    """The file alone tells steps, levels, solver and guidance; the frames are the run's own."""
+    (file,) = export.export(whole, "comfyui", tmp_path / "lora")
+    size = ["--height", "16", "--width", "16", "--frames", "5", "--prompt", "red circle"]
+    sample.main(["--model", model, "--lora", str(file), "--out", str(tmp_path / "out"), *size])
+    shown = capsys.readouterr().out
+    assert "grid explicit, 4 steps" in shown
+    assert ["2", "0.750000", "750.000", "low", "1", "ODE"] in map(str.split, shown.splitlines())
+    params, loaded = sample.load_model(model)
+    tree = trees.unflatten(_arrays(whole))["ema"]["high"]
+    config = _config(model, tmp_path)
+    config.sampling.batch = 1
+    setup = train.make_setup(config, loaded, {"teacher": loaded, "critic": loaded})
+    encode = sample.make_encoder(loaded, params, ["", "red circle"])
+    policy = {"high": (lora.merge(params["high"], tree), {}), "low": (params["low"], {})}
+    null = jnp.asarray(encode([""]))
+    frames = sample.generate(setup, policy, params["vae"], encode(["red circle"]), null, seed=0)
+    video.write_mp4(tmp_path / "want.mp4", frames[0], loaded.sampling.fps)
+    assert (tmp_path / "want.mp4").read_bytes() == (tmp_path / "out/000.mp4").read_bytes()
+
+
+def test_dry_run_prints_the_roles_and_the_step_list(model, tmp_path, capsys):
+    train.main(_config(model, tmp_path), dry_run=True)
+    shown = capsys.readouterr().out.splitlines()
+    row = lambda start: next(line for line in shown if line.startswith(start))
+    assert row("params/teacher").endswith("the student's")
+    assert row("adapters/critic/high").endswith("trained")
+    assert row("params/student/low").endswith("frozen")
+    assert [line.split()[2] for line in shown[-5:-1]] == [
+        "1000.000",
+        "900.000",
+        "750.000",
+        "500.000",
+    ]
+
+
+@pytest.mark.parametrize("preset", ["", "high", "low"])
+def test_recipes_have_known_keys_and_the_split_they_name(preset):
+    known = default.get_config().to_dict()
+    train.check_keys(dmd2_wan21.get_config("14b").to_dict(), known)
+    config = dmd2_wan22.get_config(preset)
+    train.check_keys(config.to_dict(), known)
+    model = presets.MODELS["wan2.2_t2v_a14b"]
+    setup = train.make_setup(config, model, {"teacher": model, "critic": model})
+    dmd2.check(setup)
+    assert setup.sampling.schedule.expert.tolist() == [1, 1, 0, 0]
+    assert setup.algorithm.guidance == {"high": 4.0, "low": 3.0}

@@ -1,0 +1,214 @@
+"""Caching clips: what is used, what is not and why, the arrays, continuing after an interrupt."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import imageio.v3 as iio
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests import tiny
+from wanjax import sample, sharding
+from wanjax.data import __main__ as command
+from wanjax.data import cache, video
+from wanjax.models import vae
+
+SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return sample.load_model(tiny.save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Good clips and one file of every kind that cannot be used."""
+    folder = tiny.write_clips(tmp_path_factory.mktemp("clips"))
+    copy = lambda source, name: shutil.copy(folder / source, folder / name)
+    iio.imwrite(folder / "image.png", np.full((40, 60, 3), 90, np.uint8))
+    iio.imwrite(folder / "small.png", np.zeros((8, 8, 3), np.uint8))
+    for name in ("image", "small", "cut", "latin", "empty", "copy"):
+        (folder / f"{name}.txt").write_text("red circle\n")
+    (folder / "cut.mp4").write_bytes((folder / "five.mp4").read_bytes()[:-900])
+    copy("one.mp4", "no_caption.mp4")
+    copy("one.mp4", "latin.mp4")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    copy("one.mp4", "empty.mp4")
+    (folder / "empty.txt").write_text(" \n")
+    copy("one.mp4", "copy.mp4")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(clips, model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cache") / "cache"
+    return out, cache.build(clips, out, SETTINGS, *model)
+
+
+def _files(out):
+    return {path.name: path.read_bytes() for path in sorted((out / "clips").iterdir())}
+
+
+def test_each_file_is_used_at_its_bucket_or_named_with_the_reason(built):
+    out, outcomes = built
+    found = {o.file: o.bucket or o.reason for o in outcomes}
+    buckets = {
+        "one.mp4": "1x24x32", "two.mp4": "1x24x32", "five.mp4": "5x24x32",
+        "more/half.mkv": "5x24x32", "more/three.mp4": "5x24x32", "more/whole.mkv": "5x24x32",
+        "image.png": "1x24x32",
+    }  # fmt: skip
+    # copies of one.mp4 with the same caption: the first in order is used
+    assert found.pop("copy.mp4") == buckets["one.mp4"]
+    assert found.pop("one.mp4") == "the same file and caption as another"
+    reasons = {
+        "no_caption.mp4": "no caption", "latin.mp4": "not UTF-8", "empty.mp4": "empty caption",
+        "small.png": "8x8 would have to be enlarged to 16x16 (--size)",
+        "cut.mp4": "not readable as a video",
+    }  # fmt: skip
+    for name, text in reasons.items():
+        assert text in found.pop(name), name
+    assert found == {name: b for name, b in buckets.items() if name != "one.mp4"}
+    assert len(_files(out)) == 7
+    table = cache.table(outcomes)
+    assert "5x24x32                     4" in table and "(latin.mp4)" in table
+    report = json.loads((out / "report.json").read_text())
+    assert [cache.Outcome(**row) for row in report] == outcomes
+
+
+def test_arrays_are_those_of_the_models_own_encoders(built, clips, model):
+    out, outcomes = built
+    params, config = model
+    outcome = next(o for o in outcomes if o.file == "more/half.mkv")
+    arrays = safetensors.numpy.load_file(out / "clips" / f"{outcome.key}.safetensors")
+    frames = np.stack(list(video.read_frames(clips / outcome.file, 5)))
+    x_BTHWC = jnp.asarray(frames, jnp.float32)[None] / 127.5 - 1
+    want = jax.jit(functools.partial(vae.encode, config=config.vae))(params["vae"], x_BTHWC)[0]
+    np.testing.assert_allclose(arrays["latents"], want, atol=1e-5)
+    encode = sample.make_encoder(config, params, ["red circle"])
+    rows = arrays["text"]
+    np.testing.assert_allclose(rows, encode(["red circle"])[0, : len(rows)], atol=1e-5)
+    known = cache.header(out / "clips" / f"{outcome.key}.safetensors")
+    assert (known["caption"], known["fps"], known["bucket"]) == ("red circle", 24, "5x24x32")
+
+
+def test_retiming_drops_clips_that_are_too_slow_and_shortens_the_others(clips):
+    settings = dataclasses.replace(SETTINGS, fps=16.0)
+    frames, fps = cache._cut(clips / "five.mp4", settings, False)  # 0.2 s are 3 frames at 16
+    assert len(frames) == 1 and fps == 16
+    with pytest.raises(ValueError, match="16 frames a second would be repeated to give 24"):
+        cache._cut(clips / "two.mp4", dataclasses.replace(SETTINGS, fps=24.0), False)
+    with pytest.raises(ValueError, match="2 frames, shorter than --frames 5"):
+        cache._cut(clips / "two.mp4", dataclasses.replace(SETTINGS, frames=(5,)), False)
+    with pytest.raises(ValueError, match="nothing to learn for an image-to-video model"):
+        cache._cut(clips / "two.mp4", SETTINGS, True)
+
+
+@pytest.mark.parametrize("source, want", [
+    ((480, 832), (480, 832)), ((1080, 1920), (480, 832)), ((1920, 1080), (832, 480)),
+    ((700, 700), (624, 624)), ((624, 640), (624, 624)), ((480, 500), None),
+])  # fmt: skip
+def test_the_size_nearest_in_shape_is_taken_and_nothing_is_enlarged(source, want):
+    sizes = ((480, 832), (832, 480), (624, 624))
+    if want:
+        assert cache._size(source, sizes) == want
+    else:
+        with pytest.raises(ValueError, match="would have to be enlarged to 624x624"):
+            cache._size(source, sizes)
+
+
+def test_an_interrupted_cache_loses_one_clip_and_ends_equal(
+    built, clips, model, tmp_path, monkeypatch
+):
+    whole, _ = built
+    original, calls = cache._store, []
+
+    def store(*args):
+        calls.append(args[3].file)
+        if len(calls) == 4:
+            (tmp_path / "c" / "clips" / ".part.tmp").write_bytes(b"half a clip")
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(cache, "_store", store)
+    with pytest.raises(KeyboardInterrupt):
+        cache.build(clips, tmp_path / "c", SETTINGS, *model)
+    assert len(_files(tmp_path / "c")) == 4  # three clips and the part
+    cache.build(clips, tmp_path / "c", SETTINGS, *model)
+    assert len(calls) == 4 + 4  # the clip that was lost, and the three that were not begun
+    assert _files(tmp_path / "c") == _files(whole)
+
+
+def test_a_changed_caption_replaces_its_clip_and_others_stay(built, clips, model, tmp_path):
+    source, out = tmp_path / "clips", tmp_path / "cache"
+    source.mkdir()
+    for name in ("one", "two"):
+        for end in ("mp4", "txt"):
+            shutil.copy(clips / f"{name}.{end}", source)
+    before = [o.key for o in cache.build(source, out, SETTINGS, *model)]
+    (source / "two.txt").write_text("red circle\n")
+    after = [o.key for o in cache.build(source, out, SETTINGS, *model)]
+    assert after[0] == before[0] and after[1] != before[1]
+    assert set(_files(out)) == {f"{key}.safetensors" for key in after}
+
+
+def test_another_cache_or_folder_is_not_overwritten(built, clips, model, tmp_path):
+    out, _ = built
+    other = dataclasses.replace(SETTINGS, fps=16.0)
+    with pytest.raises(ValueError, match=r"other settings \(fps None -> 16.0\); choose another"):
+        cache.build(clips, out, other, *model)
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(ValueError, match="not empty and holds no cache"):
+        cache.build(clips, tmp_path, SETTINGS, *model)
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(frames=(1, 6)), "--frames 6: expected 4·n \\+ 1"),
+    (dict(sizes=((16, 20),)), "--size 16x20: expected multiples of 8x8"),
+])  # fmt: skip
+def test_impossible_settings_are_refused_first(clips, model, tmp_path, changes, text):
+    with pytest.raises(ValueError, match=text):
+        cache.build(clips, tmp_path / "c", dataclasses.replace(SETTINGS, **changes), *model)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_fingerprint_tells_weights_apart_but_not_dtypes_or_meshes(model):
+    tree = model[0]["vae"]
+    bfloat16 = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), bfloat16)
+    assert cache.fingerprint(bfloat16) == cache.fingerprint(exact) == cache.fingerprint(tree)
+    spread = jax.device_put(tree, jax.NamedSharding(sharding.make_mesh(dict(data=-1)), jax.P()))
+    assert cache.fingerprint(spread) == cache.fingerprint(tree)
+    other = jax.tree.map(lambda a: a * 1.02, tree)
+    assert cache.fingerprint(other) != cache.fingerprint(tree)
+
+
+def test_inspect_tells_what_a_folder_and_a_cache_hold(built, clips, capsys):
+    command.main(["inspect", str(clips)])
+    text = capsys.readouterr().out
+    assert "more/whole.mkv  24x32 ffv1 24 fps  81 frames  'red'" in text
+    assert "no_caption.mp4: no caption" in text
+    command.main(["inspect", str(built[0])])
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
+    assert ["2,3,4,4", "4", "2-3"] in rows and ["1,3,4,4", "3", "2-3"] in rows, text
+    assert "7 clips, 3 different captions" in text
+    assert "empty caption: 1 (empty.mp4)" in text and "vae " in text
+
+
+@pytest.mark.parametrize("more, text", [
+    (["cache", ".", "--model", "m", "--out", "o", "--fps", "fast"], "--fps fast"),
+    (["cache", ".", "--model", "m", "--out", "o", "--fps", "16", "--size", "16"], "--size 16"),
+    (["cache", "none", "--model", "m", "--out", "o", "--fps", "16"], "no folder at none"),
+    (["inspect", "none"], "no folder at none"),
+])  # fmt: skip
+def test_wrong_arguments_end_with_one_line(more, text):
+    with pytest.raises(SystemExit) as stop:
+        command.main(more)
+    assert str(stop.value).startswith("wanjax.data: ") and text in str(stop.value)
+    assert "\n" not in str(stop.value)

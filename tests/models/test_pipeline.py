@@ -1,0 +1,117 @@
+"""Blocks split over `stage`, alone and with the other axes, equal the plain model: values and
+gradients."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wanjax import sharding
+from wanjax.models import blocks, lora, pipeline, wan
+
+CONFIG = wan.WanConfig(
+    num_attention_heads=2, attention_head_dim=16, num_layers=3, ffn_dim=48, in_channels=4,
+    out_channels=4, text_dim=24, freq_dim=16, text_len=12,
+)  # fmt: skip
+
+
+def _mesh(shape):
+    return sharding.make_mesh(shape, jax.devices()[: math.prod(shape.values())])
+
+
+def _toy(params, lora, h, side):
+    return h + jnp.tanh(h @ params["w"] + h @ lora["a"]) * side["gate"][:, None]
+
+
+@pytest.mark.parametrize("mesh, layers, interleave, remat", [
+    ({"stage": 2}, 4, 1, "full"),  # in bfloat16, whose all-reduce XLA:CPU compiles only outside
+    ({"stage": 4, "data": 2}, 3, 1, "none"),  # one stage has nothing to do
+    ({"stage": 2, "data": 2}, 3, 2, "none"),
+    ({"stage": 3, "data": 2}, 4, 2, "full"),  # four micro-batches go in groups of three
+    ({"stage": 2, "fsdp": 4}, 4, 2, "none"),
+])  # fmt: skip
+def test_every_schedule_equals_a_plain_stack(rng, mesh, layers, interleave, remat):
+    dtype = jnp.bfloat16 if layers == 4 and interleave == 1 else jnp.float32
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    params, lora = {"w": draw(layers, 6, 6)}, {"a": draw(layers, 6, 6) / 4}
+    h, side = draw(8, 5, 6), {"gate": draw(8, 6)}
+
+    def plain(params, lora, h, side):
+        out = blocks.run_blocks(_toy, params, lora, h, side)
+        return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+    def split(params, lora, h, side):
+        stacks = (pipeline.stack(t, layers, mesh["stage"], interleave) for t in (params, lora))
+        out = pipeline.run_blocks(_toy, *stacks, h, side, layers=layers, remat=remat)
+        return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+    grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))
+    want = grad(plain)(params, lora, h, side)
+    with sharding.use_mesh(_mesh(mesh)):
+        got = grad(split)(params, lora, h, side)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        error = 0.03 if dtype == jnp.bfloat16 else 2e-6
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+
+
+@functools.cache
+def _model():
+    """Random parameters, adapter, and inputs of four samples with nine tokens of two times."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.2, jnp.float32)
+    shapes = jax.eval_shape(lambda: wan.init(jax.random.key(0), CONFIG))
+    params = jax.tree.map(lambda leaf: draw(*leaf.shape), shapes)
+    like = jax.eval_shape(lambda p: lora.init(jax.random.key(0), p, rank=2, alpha=4.0), params)
+    adapter = jax.tree.map(lambda leaf: draw(*leaf.shape), like)
+    x, t = draw(4, 3, 6, 2, 4) * 5, jnp.array([900.0, 30.0, 500.0, 700.0])
+    times, index = jnp.stack([t, t * 0], 1), jnp.asarray([1] * 3 + [0] * 6)
+    return params, adapter, (x, times, draw(4, 5, 24) * 5, {"time_index": index})
+
+
+def _run(config, params, adapter, inputs):
+    def loss(adapter, params):
+        v = wan.denoise(params, adapter, *inputs, config=config)
+        return jnp.square(v).mean(), v
+
+    (_, v), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapter, params)
+    return v, gradients
+
+
+@functools.cache
+def _plain():
+    return _run(CONFIG, *_model())
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ({"stage": 2, "fsdp": 2}, dict(interleave=2)),
+    ({"stage": 2, "context": 2, "tensor": 2}, dict(remat="save_attention")),  # a ring inside
+])  # fmt: skip
+def test_the_model_in_stages_equals_one_device(mesh, changes):
+    params, adapter, inputs = _model()
+    mesh = _mesh(mesh)
+    place = lambda tree: jax.device_put(tree, sharding.tree_shardings(mesh, tree, wan.logical_axes))
+    with sharding.use_mesh(mesh):
+        got = _run(dataclasses.replace(CONFIG, **changes), place(params), place(adapter), inputs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(_plain()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+
+
+def test_staged_weights_are_split_over_the_stages_and_come_back():
+    params = _model()[0]
+    config, mesh = dataclasses.replace(CONFIG, interleave=2), _mesh({"stage": 2})
+    with sharding.use_mesh(mesh):
+        staged = wan.stage(params, config)
+        assert wan.stage(staged, config) is staged
+    placed = jax.device_put(staged, sharding.tree_shardings(mesh, staged, wan.logical_axes))
+    kernel = placed["stages"]["attn1"]["to_q"]["kernel"]
+    assert kernel.shape == (2, 2, 1, 32, 32)
+    assert kernel.addressable_shards[0].data.shape == (1, 2, 1, 32, 32)
+    np.testing.assert_array_equal(kernel[0, 1, 0], params["blocks"]["attn1"]["to_q"]["kernel"][2])
+    back = wan.unstage(staged, config)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,519 @@
+"""DMD2 distillation (2405.14867) of one or two experts into a few-step student; see losses.dmd2.
+
+The student's steps are the run's schedule. An expert of the student owns its steps of it and ends
+at the level σ_s where the next expert begins, 0 for the last one (and for students that sample with
+fresh noise, whose clip at σ_s is a noised x0 anyhow). Experts are distilled one after the other
+(config.experts names one, the other is frozen) or together (Phased DMD, 2510.27684).
+
+collect, per expert and pass (student, critic): an exit step i is drawn among the expert's steps,
+and clips are taken down to σ_i without gradient, from noise (simulate) or by noising real latents
+(data_latent); for the critic's pass also from σ_i to σ_s.
+update: the student's one call at σ_i predicts x0, which is noised by way of x_s to a level at which
+critic and guided teacher are compared; the critic learns velocities of the student's clips. The
+student moves at every `student_every`-th step, the critic at every step, `ema` with the student.
+The first `warm_steps` steps instead regress the student on x_s of the teacher's own ODE from the
+same x_i (Self-Forcing, 2506.08009), and leave the critic alone.
+
+Exit steps and score regions are drawn on the host from (seed, step, expert, pass); levels and noise
+of a sample are functions of the same and its number.
+
+Shapes: P prompts, K group, B samples (P·K), n micro-batches of M samples.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax import optim, sampler, schedule, sharding, trees
+from wanjax import state as states
+from wanjax.losses import dmd2, flow
+
+DATA = "either"  # prompts, or clips where the config names some
+SAMPLED, EVALUATED = "default", "ema"
+ROLLOUTS = ("simulate", "data_latent")
+SOLVERS = ("euler", "renoise")  # ODE and SDE form of the few-step sampler
+PASSES = ("student", "critic", "warm")
+MARGIN = 0.02  # of the unshifted time between σ_s and the levels scored, where v* has a pole
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
+
+    prompts_per_step: int
+    group_size: int = 1  # samples per prompt
+    micro_samples: int = 8
+    updates: int = 1  # as the other algorithms have it
+    rollout: str = "simulate"  # see ROLLOUTS
+    student_every: int = 5
+    guidance: dict = field(default_factory=lambda: dict(high=4.0, low=4.0))  # of the teacher
+    floor: float = 1e-4  # of the normaliser
+    t_lo: float = 20.0  # scored timesteps are clamped to [t_lo, t_hi]
+    t_hi: float = 980.0
+    ema_decay: float = 0.99
+    ema_start: int = 200  # student updates before averaging begins
+    warm_steps: int = 0
+    warm_substeps: int = 12  # of the teacher's ODE in each step of the student
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What collect hands to update: pass -> expert -> latents [B, ...] by name."""
+
+    latents: dict
+    ctx_BSE: jax.Array
+    uncond_1SE: jax.Array
+    cond: Any  # {name: [B, ...]} or None
+    version: int
+    metrics: dict
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The part of the trajectory that one expert of the student owns."""
+
+    steps: range
+    sigma_s: float  # level at which it ends
+    u: tuple[float, float]  # unshifted times that are scored
+
+
+@dataclass(frozen=True)
+class Region:
+    """Unshifted times that teacher and critic serve with one expert each."""
+
+    u: tuple[float, float]
+    teacher: str
+    critic: str
+
+
+def check(setup: states.Setup) -> None:
+    """Raise ValueError for settings that cannot run, before anything is compiled."""
+    config: Config = setup.algorithm
+    guidance = {getattr(setup.sampling.guidance, expert) for expert in setup.model.experts}
+    if guidance != {1.0}:
+        raise ValueError(
+            f"a few-step student runs without guidance but config.guidance is {sorted(guidance)}; "
+            "set config.guidance.high and low to 1 (the teacher's is config.dmd2.guidance)"
+        )
+    if setup.sampling.solver not in SOLVERS:
+        raise ValueError(
+            f"config.sampling.solver is {setup.sampling.solver!r}; DMD2 needs one of {SOLVERS}"
+        )
+    if config.rollout not in ROLLOUTS:
+        raise ValueError(f"config.dmd2.rollout is {config.rollout!r}; expected one of {ROLLOUTS}")
+    if not config.floor > 0:
+        raise ValueError(f"config.dmd2.floor is {config.floor}; expected above 0, such as 1e-4")
+    if not 0 < config.t_lo < config.t_hi < 1000:
+        raise ValueError(
+            f"config.dmd2.t_lo and t_hi are {config.t_lo}, {config.t_hi}; expected 0 < t_lo < t_hi "
+            "< 1000"
+        )
+    for name, low in (("student_every", 1), ("warm_steps", 0), ("warm_substeps", 1)):
+        if getattr(config, name) < low:
+            raise ValueError(f"config.dmd2.{name} is {getattr(config, name)}; expected {low} up")
+    if not 0 <= config.ema_decay < 1:
+        raise ValueError(f"config.dmd2.ema_decay is {config.ema_decay}; expected [0, 1)")
+    if config.updates != 1:
+        raise ValueError(f"config.updates is {config.updates}; DMD2 takes one a step, set it to 1")
+    samples = config.prompts_per_step * config.group_size
+    for name, size in (
+        ("micro_samples", config.micro_samples), ("sampling.batch", setup.sampling.batch),
+    ):  # fmt: skip
+        if samples % size:
+            raise ValueError(
+                f"{samples} samples a step do not divide into parts of config.{name} = {size}; set "
+                f"it to a divisor of {samples}"
+            )
+    for expert in setup.experts:
+        if not _phase(setup, expert).steps:
+            raise ValueError(
+                f"expert {expert} has none of the {setup.sampling.schedule.steps} steps; change "
+                "config.sampling.sigmas or shift, or leave it out of config.experts"
+            )
+        for region in _regions(setup, expert):
+            if region.critic not in setup.role_optim["critic"]:
+                raise ValueError(
+                    f"expert {expert} is scored where the critic's expert {region.critic} serves, "
+                    "which is not trained; give both experts steps by config.sampling.sigmas"
+                )
+    for role, model in setup.roles.items():
+        ours = setup.model.wan.out_channels, setup.model.wan.text_dim, setup.model.vae
+        if ours != (model.wan.out_channels, model.wan.text_dim, model.vae):
+            raise ValueError(
+                f"the {role} {model.name} has other latents or text rows than the student "
+                f"{setup.model.name}; set config.roles.{role}.path to a model of the same VAE"
+            )
+
+
+def init(key, setup: states.Setup, params: dict) -> states.State:
+    """State at step 0: critic and teacher are the weights given, or the student's."""
+    state = states.init(key, setup, params["student"], keep_reference=False)
+    for number, role in enumerate(("teacher", "critic")):
+        role_key = jax.random.fold_in(key, 100 + number)
+        state = states.with_role(role_key, state, setup, role, params.get(role))
+    return states.average(state, "ema", jax.tree.map(jnp.copy, states.trainable(state, setup)))
+
+
+def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
+    """Clips of every trained expert and pass of this step; returns a Batch."""
+    config: Config = setup.algorithm
+    if config.rollout == "data_latent" and item.x0_PTHWC is None:
+        raise ValueError(
+            "config.dmd2.rollout is 'data_latent' but the data are texts alone; set "
+            "config.data.path to cached clips, or config.dmd2.rollout to 'simulate'"
+        )
+    step = int(state.step)
+    repeat = lambda a: jnp.repeat(jnp.asarray(a), config.group_size, axis=0)
+    rows = {
+        "ctx": repeat(item.ctx_PSE),
+        "cond": jax.tree.map(repeat, item.cond),
+        "x0": repeat(item.x0_PTHWC) if config.rollout == "data_latent" else None,
+    }
+    latents, metrics = {}, {}
+    for name in _passes(setup, step):
+        latents[name] = {}
+        for expert in setup.experts:
+            exit_step, _ = _draw(setup, step, expert, name)
+            latents[name][expert] = _clips(
+                state, setup, rows, tools.uncond_1SE, step, expert, name, exit_step
+            )
+            metrics[f"{name}/exit/{expert}"] = float(exit_step)
+    return Batch(latents, rows["ctx"], tools.uncond_1SE, rows["cond"], step, metrics)
+
+
+def forwards(setup: states.Setup) -> dict[str, int]:
+    """Nothing: steps differ in length, and roles in size."""
+    return {}
+
+
+def update(state, setup, batch: Batch):
+    """Take the optimizer steps of this step's passes; returns (state at step + 1, metrics)."""
+    config: Config = setup.algorithm
+    step = batch.version
+    if step != int(state.step):
+        raise ValueError(f"batch of policy {step} given to policy {int(state.step)}")
+    collected = []
+    for name in batch.latents:  # the student comes first: critic and clips are those of the start
+        for expert in setup.experts:
+            state, metrics = _take(state, setup, batch, expert, name)
+            collected.append(metrics)
+    if set(batch.latents) != {"critic"}:
+        count = (step + 1 - config.warm_steps) // config.student_every  # student updates so far
+        decay = dmd2.student_ema_decay(count, config.ema_decay, config.ema_start)
+        moved = trees.lerp(states.trainable(state, setup), states.averaged(state, "ema"), decay)
+        state = states.average(state, "ema", moved)
+    return state.replace(step=state.step + 1), optim.merge_metrics(collected)
+
+
+def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, exit_step: int):
+    """Latents {name: [B, ...]} of an expert's pass, sampled in parts of sampling.batch."""
+    key, size, parts = _key(setup, step, expert, name, 0), setup.sampling.batch, []
+    for first in range(0, len(rows["ctx"]), size):
+        ids = jnp.arange(first, first + size)
+        part = jax.tree.map(lambda a, ids=ids: a[ids], rows)
+        if name == "warm":
+            teacher = states.role_params(state, "teacher")
+            parts.append(
+                _teacher_pair(
+                    teacher, part, uncond_1SE, key, ids, exit_step, setup=setup, expert=expert
+                )
+            )
+            continue
+        policy = states.rollout_params(state, SAMPLED)
+        level = _level(setup, expert, exit_step)
+        if part["x0"] is not None:
+            noise = _noise(key, ids, part["x0"].shape[1:])
+            x = flow.add_noise(part["x0"], noise, level["sigma"])
+        else:
+            used = {e: policy[e] for e in policy if expert == "low" or e == "high"}
+            x = _rollout(used, part, uncond_1SE, key, ids, exit_step, setup=setup)
+        if name == "critic":
+            x = _last_call(policy[expert], part, x, level, setup=setup)
+        parts.append({"x": x})
+    return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+
+def _take(state, setup, batch: Batch, expert: str, name: str):
+    """One optimizer step of an expert's pass; returns (state, metrics)."""
+    config: Config = setup.algorithm
+    role = "critic" if name == "critic" else "student"
+    exit_step, region = _draw(setup, batch.version, expert, name)
+    moved = region.critic if role == "critic" else expert
+    judges = {}
+    if name == "student":
+        for judge, serving in (("teacher", region.teacher), ("critic", region.critic)):
+            judges[judge] = states.role_params(state, judge)[serving]
+    rows = jnp.arange(len(batch.ctx_BSE)).reshape(-1, config.micro_samples)
+    optims = setup.optim if role == "student" else setup.role_optim[role]
+    trained, opt, metrics = _optimize(
+        states.trainable(state, setup, role)[moved], states.optimizers(state, role)[moved],
+        states.frozen(state, setup, role)[moved], judges,
+        _data(setup, batch, expert, name, exit_step, region), rows,
+        setup=setup, task=name, scale=config.guidance[region.teacher], config=optims[moved],
+    )  # fmt: skip
+    state = states.replace_trainable(state, setup, {moved: trained}, role)
+    state = states.replace_optimizers(state, {moved: opt}, role)
+    prefix = {"student": "", "critic": "critic/", "warm": ""}[name]
+    return state, {f"{prefix}{key}/{moved}": value for key, value in metrics.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("setup",))
+def _rollout(policy, rows, uncond_1SE, key, ids, exit_step, *, setup):
+    """The student's clips at the level of its exit step, from noise."""
+    plan = setup.sampling
+    velocities = states.policy_velocities(
+        policy, rows["ctx"], uncond_1SE, rows["cond"], setup=setup
+    )
+    x = _noise(key, ids, states.latent_shape(setup))
+    return sampler.few_step(
+        velocities, x, key, ids, plan.schedule, renoise=plan.solver == "renoise", stop=exit_step
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("setup",))
+def _last_call(policy, rows, x, level, *, setup):
+    """The student's clips at σ_s."""
+    params, adapter = policy
+    run = states.velocity(
+        setup, "high", params, adapter, rows["ctx"], None, rows["cond"], scale=1.0
+    )
+    return flow.euler(x, run(x, jnp.full(len(x), level["t"])), level["sigma"], level["sigma_s"])
+
+
+@functools.partial(jax.jit, static_argnames=("setup", "expert"))
+def _teacher_pair(teacher, rows, uncond_1SE, key, ids, exit_step, *, setup, expert):
+    """{"x", "end"}: points of the guided teacher's ODE at σ_exit and σ_s."""
+    config, phase = setup.algorithm, _phase(setup, expert)
+    plan, n = _fine(setup), config.warm_substeps
+    uncond = jnp.broadcast_to(uncond_1SE, (len(ids), *uncond_1SE.shape[1:]))
+    velocities = {
+        name: states.velocity(
+            setup, name, params, adapter, rows["ctx"], uncond, rows["cond"], role="teacher",
+            scale=config.guidance[name],
+        )
+        for name, (params, adapter) in teacher.items()
+    }  # fmt: skip
+
+    def run(x, start, stop):
+        return sampler.few_step(
+            velocities, x, key, ids, plan, renoise=False, start=start, stop=stop
+        )
+
+    x = run(_noise(key, ids, states.latent_shape(setup)), 0, exit_step * n)
+    stop = phase.steps.stop if phase.sigma_s else setup.sampling.schedule.steps
+    return {"x": x, "end": run(x, exit_step * n, stop * n)}
+
+
+@functools.partial(
+    jax.jit, static_argnames=("setup", "task", "scale", "config"), donate_argnames=("opt",)
+)
+def _optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
+    """One optimizer step of one expert of a role; experts alike in shape share the program."""
+
+    def loss(trained, micro):
+        ids = micro[task]
+        own = (frozen, trained[task]) if setup.lora.rank else (trained[task], {})
+        part = {name: jax.tree.map(lambda a: a[ids], data[name]) for name in ("x", "ctx", "cond")}
+        part["x"] = {k: _constrain(x) for k, x in part["x"].items()}
+        micro = _Micro(
+            part["x"],
+            data["level"],
+            functools.partial(_velocity, part, data["uncond_1SE"], setup=setup),
+            functools.partial(_scored, data["level"], data["keys"], ids, setup=setup),
+            first=1 if part["cond"] and "first" in part["cond"] else 0,
+        )
+        if task == "critic":
+            value, aux = _critic_loss(own, micro)
+        elif task == "warm":
+            value, aux = _warm_loss(own, micro)
+        else:
+            value, aux = _student_loss(own, judges, micro, scale, setup.algorithm.floor)
+        return value, {task: aux}
+
+    moved, opts, metrics = optim.step(
+        loss, {task: trained}, {task: opt}, {task: rows}, {task: config}
+    )
+    return moved[task], opts[task], {k.removesuffix(f"/{task}"): v for k, v in metrics.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Micro:
+    """A micro-batch as the losses read it."""
+
+    x: dict  # latents by name
+    level: dict
+    velocity: Any  # (weights, role, guidance) -> (x, t_B) -> v
+    scored: Any  # clips -> (x_t, velocity target, σ, t)
+    first: int  # frames that are given and not made
+
+    def made(self, *arrays):
+        """The frames that are made."""
+        return [a[:, self.first :] for a in arrays]
+
+
+def _student_loss(own, judges: dict, micro: _Micro, scale: float, floor: float):
+    x, level = micro.x["x"], micro.level
+    v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
+    x0 = flow.x0_from_velocity(x, v, level["sigma"])
+    x_s = flow.euler(x, v, level["sigma"], level["sigma_s"])
+    x_t, _, sigma_M, t_M = micro.scored(jax.lax.stop_gradient(x_s))
+    real_v = micro.velocity(judges["teacher"], "teacher", scale)(x_t, t_M)
+    fake_v = micro.velocity(judges["critic"], "critic")(x_t, t_M)
+    fake, real = (flow.x0_from_velocity(x_t, v, sigma_M) for v in (fake_v, real_v))
+    value, aux = dmd2.generator_loss(*micro.made(x0, fake, real), floor=floor)
+    aux |= {"x0_std": x0.std(), "t": t_M.mean()}
+    return value, {f"dmd2/{name}": a for name, a in aux.items()}
+
+
+def _critic_loss(own, micro: _Micro):
+    x_t, target, _, t_M = micro.scored(micro.x["x"])
+    v = micro.velocity(own, "critic")(x_t, t_M)
+    value, aux = dmd2.phased_critic_loss(*micro.made(v, target))
+    return value, aux | {"t": t_M.mean()}
+
+
+def _warm_loss(own, micro: _Micro):
+    x, level = micro.x["x"], micro.level
+    v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
+    x_s, end = micro.made(flow.euler(x, v, level["sigma"], level["sigma_s"]), micro.x["end"])
+    value = ((x_s - end) ** 2).mean()
+    return value, {"warm/loss": value}
+
+
+def _velocity(part, uncond_1SE, tree, role: str, scale: float = 1.0, *, setup):
+    params, adapter = tree
+    ctx = part["ctx"]
+    uncond = jnp.broadcast_to(uncond_1SE, (len(ctx), *uncond_1SE.shape[1:]))
+    return states.velocity(  # the expert only names a guidance, which is given
+        setup, "high", params, adapter, ctx, uncond, part["cond"], role=role, scale=scale
+    )
+
+
+def _scored(level, keys, ids, x_s, *, setup):
+    """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
+    u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * flow.uniform(keys[0], ids)
+    t = 1000 * flow.shift_map(u, setup.sampling.schedule.shift)
+    t = jnp.clip(t, level["t_lo"], level["t_hi"])
+    noise = sampler.initial_noise(keys[1], ids, x_s.shape[1:])
+    x_t, target = dmd2.phased_noise(x_s, noise, t / 1000, level["sigma_s"])
+    return x_t, target, t / 1000, t
+
+
+def _level(setup, expert: str, exit_step: int) -> dict:
+    """Levels of an exit step as float32 scalars, so that draws recompile nothing."""
+    plan = setup.sampling.schedule
+    level = {
+        "sigma": plan.sigmas[exit_step],
+        "t": plan.timesteps[exit_step],
+        "sigma_s": _phase(setup, expert).sigma_s,
+    }
+    return {key: jnp.float32(value) for key, value in level.items()}
+
+
+def _data(setup, batch: Batch, expert: str, name: str, exit_step: int, region: Region) -> dict:
+    """The arrays of one optimizer step."""
+    config, shift = setup.algorithm, setup.sampling.schedule.shift
+    lo, hi = (1000 * schedule.shift_map(u, shift) for u in region.u)
+    scores = {
+        "u_lo": region.u[0],
+        "u_hi": region.u[1],
+        "t_lo": max(config.t_lo, lo),
+        "t_hi": max(min(config.t_hi, hi), lo),
+    }
+    level = _level(setup, expert, exit_step)
+    return {
+        "x": batch.latents[name][expert],
+        "ctx": batch.ctx_BSE,
+        "cond": batch.cond,
+        "uncond_1SE": batch.uncond_1SE,
+        "level": level | {key: jnp.float32(value) for key, value in scores.items()},
+        "keys": [_key(setup, batch.version, expert, name, purpose) for purpose in (1, 2)],
+    }
+
+
+def _passes(setup, step: int) -> list[str]:
+    """The passes of a step, a pure function of it."""
+    config: Config = setup.algorithm
+    if step < config.warm_steps:
+        return ["warm"]
+    student, critic = dmd2.turns(step + 1 - config.warm_steps, config.student_every)
+    return ["student"] * student + ["critic"] * critic
+
+
+def _phase(setup, expert: str) -> Phase:
+    """The phase of an expert of the student.
+
+    The first of two experts is scored inside its range and above σ_s, the second inside its range,
+    and an expert that owns every step everywhere.
+    """
+    plan = setup.sampling.schedule
+    split, steps = plan.high_steps, plan.steps
+    own = range(split) if expert == "high" else range(split, steps)
+    if split in (0, steps):
+        return Phase(own, 0.0, (0.0, 1.0))
+    u_b = schedule.unshift_map(plan.boundary, plan.shift)
+    if expert == "low":
+        return Phase(own, 0.0, (0.0, u_b))
+    sigma_s = 0.0 if setup.sampling.solver == "renoise" else float(plan.sigmas[split])
+    end = schedule.unshift_map(plan.sigmas[split], plan.shift)
+    return Phase(own, sigma_s, (max(u_b, end + MARGIN), 1.0))
+
+
+def _regions(setup, expert: str) -> list[Region]:
+    """The times that an expert is scored at, cut where teacher or critic change experts."""
+    lo, hi = _phase(setup, expert).u
+    shift = setup.sampling.schedule.shift
+    models = [setup.roles.get(role, setup.model) for role in ("teacher", "critic")]
+    edges = {schedule.unshift_map(m.boundary, shift) for m in models if m.boundary}
+    cuts = [lo, *sorted(u for u in edges if lo < u < hi), hi]
+
+    def serving(model, u):
+        low = model.boundary and schedule.shift_map(sum(u) / 2, shift) < model.boundary
+        return "low" if low else "high"
+
+    parts = zip(cuts[:-1], cuts[1:], strict=True)
+    return [Region(u, *(serving(model, u) for model in models)) for u in parts]
+
+
+def _draw(setup, step: int, expert: str, name: str) -> tuple[int, Region]:
+    """Exit step of an expert's pass, and the region that is scored, drawn by its length."""
+    steps, regions = _phase(setup, expert).steps, _regions(setup, expert)
+    rng = np.random.default_rng((setup.seed, step, _number(expert), PASSES.index(name)))
+    exit_step = int(rng.integers(steps.start, steps.stop))
+    lengths = np.array([region.u[1] - region.u[0] for region in regions])
+    return exit_step, regions[rng.choice(len(regions), p=lengths / lengths.sum())]
+
+
+def _fine(setup) -> schedule.Schedule:
+    """The teacher's schedule for pairs: every step of the student in warm_substeps parts."""
+    plan, n = setup.sampling.schedule, setup.algorithm.warm_substeps
+    u = np.minimum(schedule.unshift_map(plan.sigmas, plan.shift), 1.0)  # σ_0 = 1 may round up
+    levels = [np.linspace(a, b, n, endpoint=False) for a, b in zip(u[:-1], u[1:], strict=True)]
+    boundary = setup.roles.get("teacher", setup.model).boundary
+    return schedule.make_schedule(
+        "explicit", n * plan.steps, plan.shift, boundary, np.concatenate(levels)
+    )
+
+
+def _noise(key, ids, shape):
+    return _constrain(sampler.initial_noise(key, ids, shape))
+
+
+def _constrain(x_BTHWC):
+    return sharding.constrain(x_BTHWC, "batch", None, None, None, None)
+
+
+def _key(setup, step: int, expert: str, name: str, purpose: int):
+    """Purposes: 0 sampling, 1 scored levels, 2 their noise."""
+    key = jax.random.key(setup.seed)
+    for number in (step, _number(expert), PASSES.index(name), purpose):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def _number(expert: str) -> int:
+    return ("high", "low").index(expert)

@@ -1,0 +1,135 @@
+"""Latent caches on the command line.
+
+    python -m wanjax.data cache clips --model /models/Wan2.2-T2V-A14B-Diffusers --out cache \
+        --fps 16 --size 480x832 --size 832x480 --frames 81 --frames 49
+    python -m wanjax.data inspect clips     what a folder of videos and captions holds
+    python -m wanjax.data inspect cache     what a cache or a folder of parquet files holds
+
+A clip is cut to the longest --frames that it fills and to the --size nearest to its shape; nothing
+is enlarged. The command continues an interrupted one, and takes in files that are new.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from wanjax import sample
+from wanjax.data import cache, latents, video
+
+
+def main(argv=None) -> None:
+    """Command line: see the file docstring and --help."""
+    parser = argparse.ArgumentParser(prog="python -m wanjax.data", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("cache", help="encode captioned videos and images")
+    add = make.add_argument
+    add("folder", help="videos and images, each with a .txt caption of the same name")
+    add("--model", required=True, help="diffusers folder, any Wan checkpoint, or tinywan22")
+    add("--out", required=True, help="folder of the cache")
+    add("--fps", required=True, help="frames a second to retime to (Wan: 16), or keep")
+    add(
+        "--frames", type=int, action="append", help="allowed length, repeatable; the model's, and 1"
+    )
+    add("--size", action="append", help="allowed HEIGHTxWIDTH, repeatable; default: the model's")
+    add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    look = commands.add_parser("inspect", help="print what a folder or a cache holds")
+    look.add_argument("folder")
+    args = parser.parse_args(argv)
+    try:
+        _cache(args) if args.command == "cache" else print(inspect(args.folder))
+    except ValueError as error:
+        sys.exit(f"wanjax.data: {error}")
+    except KeyboardInterrupt:
+        sys.exit("wanjax.data: stopped; the same command continues")
+
+
+def _cache(args) -> None:
+    keep = args.fps == "keep"
+    if not keep and not (_is_number(args.fps) and float(args.fps) > 0):
+        raise ValueError(f"--fps {args.fps}: expected a number of frames a second, or keep")
+    sizes = tuple(map(_parse_size, args.size or ()))
+    cache.media(args.folder)
+    params, model = sample.load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
+    plan = model.sampling
+    settings = cache.Settings(
+        tuple(sorted(set(args.frames or (plan.frames, 1)))),
+        sizes or ((plan.height, plan.width),),
+        None if keep else float(args.fps),
+    )
+    outcomes = cache.build(args.folder, args.out, settings, params, model)
+    print(cache.table(outcomes))
+    if keep:
+        print(f"frames are kept: the model shows them at {plan.fps} a second, whatever they were")
+    if not any(outcome.bucket for outcome in outcomes):
+        raise ValueError(f"no file of {args.folder} could be used; the reasons are above")
+
+
+def inspect(folder) -> str:
+    """Text on a cache, on parquet files or on a folder of media."""
+    folder = pathlib.Path(folder)
+    if (folder / "cache.json").is_file() or any(folder.rglob("*.parquet")):
+        return _inspect_latents(folder)
+    kinds, lost = collections.Counter(), []
+    for file in cache.media(folder):
+        name = file.relative_to(folder).as_posix()
+        try:
+            caption = cache.caption_of(file)
+            meta = video.probe(file)
+        except ValueError as error:
+            lost.append(f"  {name}: {error}")
+            continue
+        kind = f"{meta['height']}x{meta['width']} {meta['codec']} {meta['fps']:g} fps"
+        kinds[kind] += 1
+        frames = round(meta["seconds"] * meta["fps"]) or 1
+        print(f"{name}  {kind}  {frames} frames  {caption[:60]!r}")
+    rows = [f"{sum(kinds.values())} captioned files of {folder}"]
+    rows += [f"  {kind}: {count}" for kind, count in kinds.most_common()]
+    return "\n".join(rows + ([f"not usable: {len(lost)}"] if lost else []) + lost)
+
+
+def _inspect_latents(folder) -> str:
+    source = latents.read(folder)
+    clips, rows = source.clips, []
+    for key, value in source.identity.items():
+        rows.append(f"{key:20} {value}")
+    rows.append(f"{'latents T,H,W,C':20} {'clips':>7} {'text rows':>12}")
+    for shape, group in latents.buckets(clips).items():
+        name = "text only" if shape is None else ",".join(map(str, shape))
+        lengths = [clip.rows for clip in group]
+        rows.append(f"{name:20} {len(group):7} {min(lengths):6}-{max(lengths)}")
+    distinct = len({clip.caption for clip in clips})
+    rows.append(f"{len(clips)} clips, {distinct} different captions, digest {source.digest}")
+    lengths = [len(clip.caption) for clip in clips]
+    rows.append(
+        f"captions of {min(lengths)} to {max(lengths)} characters, mean {np.mean(lengths):.0f}"
+    )
+    rows += [f"  {clip.caption[:90]!r}" for clip in clips[:3]]
+    report = folder / "report.json"
+    if report.is_file():
+        outcomes = [cache.Outcome(**o) for o in json.loads(report.read_text(encoding="utf-8"))]
+        rows.append(cache.table(outcomes))
+    return "\n".join(rows)
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    height, _, width = text.partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise ValueError(f"--size {text}: expected HEIGHTxWIDTH, such as 480x832")
+    return int(height), int(width)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        return np.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""From a folder of captioned videos and images to latents and text rows, once, on disk.
+
+    cache/cache.json          model, fingerprints of its encoders, settings: equal for all clips
+          clips/<key>.safetensors   latents [T,H,W,C], text [S,E], and for image-to-video models
+                                    first [T,H,W,C] and image [S',E']; caption and source in its
+                                    header
+          report.json         every file of the folder: what became of it, and why
+
+A key is a digest of the file's bytes, the caption, the settings and the encoders. A clip is written
+whole or not at all, so a run that was interrupted anywhere continues by itself.
+
+Dims: T latent frames  H W latent height/width  C channels  S text rows  E text width
+"""
+
+import collections
+import concurrent.futures
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from wanjax import sharding, trees
+from wanjax.data import text, video
+from wanjax.models import condition, presets, umt5, vae
+
+FORMAT = 1
+_AHEAD = 2  # files that are decoded while one is encoded
+_SLOWER = 0.9  # a source below this share of the asked frame rate would repeat frames
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What clips are cut to. A clip gets the longest length that it fills, and of the sizes it
+    fills without enlarging the one nearest to its shape (the largest of equals)."""
+
+    frames: tuple[int, ...]  # allowed lengths, 4n + 1
+    sizes: tuple[tuple[int, int], ...]  # allowed (height, width) in pixels
+    fps: float | None  # frames a second after retiming; None keeps each frame
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a file: used (its bucket), or not (the reason)."""
+
+    file: str
+    bucket: str = ""  # frames x height x width
+    reason: str = ""
+    key: str = ""
+    seconds: float = 0.0
+
+
+def build(folder, out, settings: Settings, params: dict, model: presets.ModelConfig):
+    """Cache every captioned file below `folder` in `out`; returns [Outcome].
+
+    Raises ValueError before any work for settings that the model cannot take, a folder without
+    media, or an `out` that holds something else.
+    """
+    folder, out = pathlib.Path(folder), pathlib.Path(out)
+    check(settings, model)
+    files = media(folder)
+    identity = _claim(out, settings, params, model)
+    encode = _encoder(params, model)
+    outcomes: list[Outcome] = []
+    keys: set[str] = set()
+    started, work, shown = time.monotonic(), 0, 0.0
+    for file, prepared in _prepared(files, folder, settings, identity, out):
+        outcome = prepared if isinstance(prepared, Outcome) else prepared[0]
+        if outcome.key in keys:
+            outcome = Outcome(outcome.file, reason="the same file and caption as another")
+        elif not isinstance(prepared, Outcome):
+            outcome = _store(encode, out, folder, *prepared)
+            work += 1
+        outcomes.append(outcome)
+        keys |= {outcome.key} - {""}
+        done, now = len(outcomes), time.monotonic()
+        if now - shown > 5 or done == len(files):
+            shown, rate = now, work / max(now - started, 1e-9)
+            left = f"{(len(files) - done) / rate / 60:.1f} min" if work else "-"
+            what = outcome.bucket or outcome.reason
+            name = file.relative_to(folder).as_posix()
+            print(f"cache    {done}/{len(files)}  ETA {left}  {name}: {what}", flush=True)
+    _forget(out, folder, keys)
+    _write(out / "report.json", json.dumps([asdict(o) for o in outcomes], indent=1).encode())
+    return outcomes
+
+
+def media(folder) -> list[pathlib.Path]:
+    """Video and image files below a folder, sorted; ValueError when there are none."""
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"no folder at {folder}; expected videos or images with .txt captions")
+    kinds = video.IMAGES + video.VIDEOS
+    found = sorted(f for f in folder.rglob("*") if f.suffix.lower() in kinds and f.is_file())
+    if not found:
+        raise ValueError(f"{folder} holds no video or image ({' '.join(kinds)})")
+    return found
+
+
+def caption_of(file: pathlib.Path) -> str:
+    """The caption beside a file; ValueError with the reason why there is none."""
+    path = file.with_suffix(".txt")
+    if not path.is_file():
+        raise ValueError("no caption (a .txt file of the same name)")
+    try:
+        caption = path.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise ValueError("caption is not UTF-8") from None
+    if not text.clean(caption):
+        raise ValueError("empty caption")
+    return caption
+
+
+def check(settings: Settings, model: presets.ModelConfig) -> None:
+    """Raise ValueError for lengths and sizes that the model cannot take."""
+    code, patch = model.vae, model.wan.patch_size
+    for frames in settings.frames:
+        if frames < 1 or (frames - 1) % code.scale_factor_temporal:
+            raise ValueError(f"--frames {frames}: expected {code.scale_factor_temporal}·n + 1")
+    unit = [code.scale_factor_spatial * p for p in patch[1:]]
+    for height, width in settings.sizes:
+        if height < 1 or width < 1 or height % unit[0] or width % unit[1]:
+            raise ValueError(
+                f"--size {height}x{width}: expected multiples of {unit[0]}x{unit[1]} for this model"
+            )
+
+
+def fingerprint(tree) -> str:
+    """Digest of a parameter tree from a row of each leaf, rounded to bfloat16: the same for one
+    set of weights in any dtype and on any mesh."""
+    leaves = trees.flatten(tree)
+    row = lambda a: a[(0,) * (a.ndim - 1)][:256].astype(jnp.bfloat16).astype(jnp.float32)
+    rows = jax.jit(lambda leaves: jnp.concatenate([row(a) for a in leaves]))
+    data = sharding.fetch(rows([leaf for _, leaf in sorted(leaves.items())]))
+    shapes = json.dumps([[path, leaf.shape] for path, leaf in sorted(leaves.items())])
+    return hashlib.sha256(shapes.encode() + data.tobytes()).hexdigest()[:16]
+
+
+def identify(params: dict, model: presets.ModelConfig) -> dict:
+    """What all clips of a cache share besides the settings, as JSON."""
+    parts = ("vae", "text_encoder") + (("image_encoder",) if model.image else ())
+    return {
+        "latent_channels": model.vae.z_dim,
+        "text_length": model.wan.text_len,
+        "image_to_video": condition.kind(model) == "latents",
+        **{part: fingerprint(params[part]) for part in parts},
+    }
+
+
+def header(path) -> dict:
+    """{"shapes": {tensor: shape}, and what else its header tells} of a clip; ValueError if cut."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return {"shapes": shapes, **json.loads(file.metadata()["clip"])}
+    except (safetensors.SafetensorError, OSError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and cache again") from None
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """What was used by bucket, and what was not by reason."""
+    used, lost = collections.defaultdict(list), collections.defaultdict(list)
+    for o in outcomes:
+        (used[o.bucket] if o.bucket else lost[o.reason]).append(o)
+    total = [o for group in used.values() for o in group]
+    rows = [f"{'used':24} {'clips':>6} {'seconds':>9}"]
+    for name, group in [*sorted(used.items()), ("all", total)]:
+        rows.append(f"  {name:22} {len(group):6} {sum(o.seconds for o in group):9.1f}")
+    rows += [f"{'not used, and why':24} {'files':>6}"] if lost else []
+    for reason, group in sorted(lost.items(), key=lambda pair: -len(pair[1])):
+        names = ", ".join(o.file for o in group[:3]) + (", …" if len(group) > 3 else "")
+        rows.append(f"  {reason}: {len(group)} ({names})")
+    return "\n".join(rows)
+
+
+# ------------------------------------------------------------------------------ one clip
+
+
+def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
+    """(file, what `_prepare` gives) in order, some files ahead of the reader."""
+    with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
+        prepare = lambda file: pool.submit(_prepare, file, folder, settings, identity, out)
+        queue = collections.deque((file, prepare(file)) for file in files[:_AHEAD])
+        try:
+            for following in [*files[_AHEAD:], *[None] * min(_AHEAD, len(files))]:
+                file, future = queue.popleft()
+                yield file, future.result()
+                if following:
+                    queue.append((following, prepare(following)))
+        finally:
+            for _, future in queue:
+                future.cancel()
+
+
+def _prepare(file, folder, settings: Settings, identity: dict, out):
+    """Outcome of a file that needs no work, or (its Outcome to be, frames, header facts)."""
+    name = file.relative_to(folder).as_posix()
+    try:
+        caption = caption_of(file)
+        with open(file, "rb") as data:
+            content = hashlib.file_digest(data, "sha256").hexdigest()
+        parts = json.dumps([content, caption, identity], sort_keys=True)
+        key = hashlib.sha256(parts.encode()).hexdigest()[:32]
+        done = out / "clips" / f"{key}.safetensors"
+        if done.is_file():
+            known = header(done)
+            return Outcome(name, known["bucket"], "", key, known["seconds"])
+        frames, fps = _cut(file, settings, identity["image_to_video"])
+    except ValueError as error:
+        return Outcome(name, reason=" ".join(str(error).split()))
+    bucket = "x".join(map(str, frames.shape[:3]))
+    facts = dict(caption=caption, file=name, sha256=content, bucket=bucket, fps=fps)
+    outcome = Outcome(name, bucket, "", key, len(frames) / fps if fps else 0.0)
+    return outcome, frames, facts | {"seconds": outcome.seconds}
+
+
+def _cut(file, settings: Settings, image_to_video: bool):
+    """(frames_THWC of one bucket, their rate); ValueError with the reason to drop the file."""
+    meta = video.probe(file)
+    if settings.fps and 0 < meta["fps"] < _SLOWER * settings.fps:
+        raise ValueError(
+            f"{meta['fps']:g} frames a second would be repeated to give {settings.fps:g} (--fps)"
+        )
+    frames, size = [], None
+    for frame in video.read_frames(file, max(settings.frames), settings.fps):
+        size = size or _size(frame.shape[:2], settings.sizes)
+        frames.append(video.fit(frame, *size))
+    lengths = [n for n in settings.frames if n <= len(frames)]
+    if not lengths:
+        raise ValueError(f"{len(frames)} frames, shorter than --frames {min(settings.frames)}")
+    if image_to_video and max(lengths) == 1:
+        raise ValueError("one frame has nothing to learn for an image-to-video model")
+    return np.stack(frames[: max(lengths)]), settings.fps or meta["fps"]
+
+
+def _size(source, sizes):
+    """The allowed size nearest in shape to (height, width) among those it covers."""
+    fitting = [s for s in sizes if s[0] <= source[0] and s[1] <= source[1]]
+    if not fitting:
+        smallest = min(sizes, key=math.prod)
+        listed = "x".join(map(str, smallest))
+        raise ValueError(f"{source[0]}x{source[1]} would have to be enlarged to {listed} (--size)")
+    stretch = lambda s: abs(math.log(s[0] / s[1]) - math.log(source[0] / source[1]))
+    return min(fitting, key=lambda s: (round(stretch(s), 6), -math.prod(s)))
+
+
+def _encoder(params: dict, model: presets.ModelConfig):
+    """A function (frames_THWC uint8, caption) -> {name: float32 array} of one clip."""
+    tokenizer = text.load_tokenizer(model.tokenizer)
+    read = jax.jit(functools.partial(umt5.encode, config=model.text))
+    rows: dict = {}
+
+    @jax.jit
+    def pixels(params, frames_THWC):
+        x_BTHWC = frames_THWC[None].astype(jnp.float32) / 127.5 - 1
+        x_BTHWC = x_BTHWC.astype(jax.tree.leaves(params["vae"])[0].dtype)
+        found = {"latents": vae.encode(params["vae"], x_BTHWC, config=model.vae)}
+        if condition.kind(model) == "latents":
+            cond = condition.first_frame(params, x_BTHWC[:, 0], len(frames_THWC), model=model)
+            found |= {"first": cond["latents"][..., -model.vae.z_dim :]}
+            found |= {"image": cond["image"]} if "image" in cond else {}
+        return {name: a[0].astype(jnp.float32) for name, a in found.items()}
+
+    def encode(frames_THWC, caption):
+        ask = lambda ids, mask: sharding.fetch(read(params["text_encoder"], ids, mask))
+        rows.clear()  # captions rarely repeat
+        text.encode_prompts(
+            ask, tokenizer, [caption], length=model.wan.text_len, batch=1, cache=rows
+        )
+        found = pixels({k: v for k, v in params.items() if k not in model.experts}, frames_THWC)
+        return {n: sharding.fetch(a) for n, a in found.items()} | {
+            "text": rows[caption].astype(np.float32)
+        }
+
+    return encode
+
+
+def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
+    """Encode a clip and write its file; an Outcome with a reason when it gives no numbers."""
+    tensors = encode(frames, facts["caption"])
+    bad = [name for name, array in tensors.items() if not np.isfinite(array).all()]
+    if bad:
+        return Outcome(outcome.file, reason=f"its {bad[0]} are not finite numbers")
+    facts = {**facts, "folder": str(folder.resolve())}
+    path = out / "clips" / f"{outcome.key}.safetensors"
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    # one string, as safetensors writes several in any order
+    _write(path, safetensors.numpy.save(tensors, {"clip": json.dumps(facts, sort_keys=True)}))
+    return outcome
+
+
+# ------------------------------------------------------------------------------ the folder
+
+
+def _claim(out, settings: Settings, params, model) -> dict:
+    """Take `out` for these settings and encoders; returns what identifies both."""
+    identity = identify(params, model) | json.loads(json.dumps(asdict(settings)))
+    file = out / "cache.json"
+    if file.is_file():
+        old = json.loads(file.read_text(encoding="utf-8"))
+        changed = [k for k in identity if old["identity"].get(k) != identity[k]]
+        if changed:
+            listed = ", ".join(f"{k} {old['identity'].get(k)} -> {identity[k]}" for k in changed)
+            raise ValueError(
+                f"{out} holds a cache of other settings ({listed}); choose another --out"
+            )
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty and holds no cache; choose another --out")
+    (out / "clips").mkdir(parents=True, exist_ok=True)
+    for part in (out / "clips").glob(".*.tmp"):  # left by an interrupted run
+        part.unlink()
+    facts = {"format": FORMAT, "model": model.name, "identity": identity}
+    _write(file, json.dumps(facts, indent=1).encode())
+    return identity
+
+
+def _forget(out, folder, keys) -> None:
+    """Remove clips of this folder whose file or caption has changed or gone."""
+    for path in sorted((out / "clips").glob("*.safetensors")):
+        if path.stem not in keys and header(path).get("folder") == str(folder.resolve()):
+            path.unlink()
+            print(f"cache    removed {path.name}: its file or caption has changed or gone")
+
+
+def _write(path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    tmp = path.with_name(f".{path.name}.tmp")
+    tmp.write_bytes(data)
+    os.replace(tmp, path)

@@ -1,0 +1,94 @@
+"""Split a stack of blocks over the mesh axis `stage` (GPipe, arXiv 1811.06965; interleaved as in
+arXiv 2104.04473).
+
+Stage s holds `interleave` chunks of consecutive layers, chunk v·stages + s each. Micro-batches
+enter at stage 0, move to the next stage after every chunk, and go round `interleave` times, in
+groups of as many micro-batches as there are stages, so that what returns to stage 0 is what it
+needs next. A step computes one chunk on every stage; of n + stages − 1 steps, n are useful. The
+axis `stage` is manual here, all others stay automatic, so blocks may be sharded in any other way.
+
+Shapes: B batch, M micro-batches, S stages, V interleave, P layers per chunk.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from wanjax import sharding
+from wanjax.models import blocks
+
+
+def stack(tree, layers: int, stages: int, interleave: int):
+    """[layers, ...] leaves as [S, V, P, ...]; layers that are missing at the end are zeros."""
+    per = chunk_layers(layers, stages, interleave)
+
+    def split(x):
+        spare = stages * interleave * per - layers
+        x = jnp.pad(x, ((0, spare), *((0, 0),) * (x.ndim - 1))) if spare else x
+        return x.reshape(interleave, stages, per, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(split, tree)
+
+
+def unstack(tree, layers: int):
+    """Invert `stack`."""
+    join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[3:])[:layers]
+    return jax.tree.map(join, tree)
+
+
+def chunk_layers(layers: int, stages: int, interleave: int) -> int:
+    return math.ceil(layers / (stages * interleave))
+
+
+def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "none"):
+    """The same as `blocks.run_blocks` with params and lora in the form of `stack`.
+
+    Args:
+      side: tree with leading axis B that travels with its micro-batch (text rows, time embedding).
+    A micro-batch is one sample per data shard.
+    """
+    mesh = sharding.mesh_shape()
+    stages, shards = mesh["stage"], mesh["data"] * mesh["fsdp"]
+    number = len(h_BLD) // shards
+    micro = lambda x: x.reshape(shards, number, *x.shape[1:]).swapaxes(0, 1)  # moves nothing
+    interleave, per = jax.tree.leaves(params)[0].shape[1:3]
+    rounds = number if interleave == 1 else math.ceil(number / stages) * stages
+    turns, last = rounds * interleave, stages - 1
+    ring = [(s, (s + 1) % stages) for s in range(stages)]
+    at = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+
+    def stage(params, lora, h_MBLD, side):
+        """On each stage: its own chunks, and all micro-batches before and after."""
+        params, lora, h_MBLD, side = at((params, lora, h_MBLD, side), 0)
+        here = jax.lax.axis_index("stage")
+
+        def step(carry, t):
+            arrived, done = carry
+            turn = t - here
+            group, place = jnp.divmod(jnp.clip(turn, 0, turns - 1), stages * interleave)
+            chunk, m = place // stages, group * stages + place % stages
+            useful = (turn >= 0) & (turn < turns) & (m < number)  # else the stage idles
+            m = jnp.minimum(m, number - 1)
+            h = jnp.where((here == 0) & (chunk == 0), h_MBLD[m], arrived)
+            own, adapter = at((params, lora), 0 if interleave == 1 else chunk)
+            index = (chunk * stages + here) * per + jnp.arange(per)
+            real = index < layers if spare else None
+            h = blocks.run_blocks(block, own, adapter, h, at(side, m), remat=remat, real=real)
+            leaves = useful & (here == last) & (chunk == interleave - 1)
+            done = done.at[m].set(jnp.where(leaves, h, done[m]))
+            return (jax.lax.ppermute(h, "stage", ring), done), None
+
+        spare = stages * interleave * per != layers
+        start = (jnp.zeros_like(h_MBLD[0]), jnp.zeros_like(h_MBLD))
+        (_, done), _ = jax.lax.scan(step, start, jnp.arange(turns + last))
+        return done[None]  # zero but on the last stage
+
+    # a copy a stage and a sum over stages, not replication and psum: their gradients would be
+    # all-reduces made by hand, which XLA:CPU cannot compile in bfloat16 (jax 0.10.2)
+    copies = lambda x: jnp.broadcast_to(micro(x)[None], (stages, number, shards, *x.shape[1:]))
+    out_SMBLD = jax.shard_map(
+        stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False
+    )(params, lora, copies(h_BLD), jax.tree.map(copies, side))
+    return out_SMBLD.sum(0).swapaxes(0, 1).reshape(h_BLD.shape)

@@ -1,0 +1,515 @@
+"""Plan: compile the real rollout, decode and update steps of a config for machines that are not
+here, and say what they need.
+
+    python -m wanjax.plan --config configs/grpo_wan22.py --topology v5p:4x4x4
+    python -m wanjax.plan --config configs/nft_wan22.py --topology h100:8 --json
+
+Weights are shapes only. TPU topologies compile with XLA:TPU ahead of time (extra wanjax[plan], no
+TPU needed), cpu:N for N CPU devices. h100:N and h200:N compile for N CPU devices with xla
+attention: arguments are exact, temporaries an upper *estimate* (the GPU kernel keeps no logits).
+Loops are counted as often as they run in collectives, once in the compiler's own FLOP count.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+if __name__ == "__main__":  # before jax starts a backend: the planner uses no accelerator
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    count = next((a.rpartition(":")[2] for a in sys.argv if re.search(r"(cpu|h.00):\d+$", a)), "1")
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    )
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convert import disk
+from wanjax import optim, schedule, sharding, train, trees
+from wanjax import state as states
+from wanjax.algorithms import grpo, nft, sft
+from wanjax.models import presets, vae, wan
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as XLA sees it: memory in bytes, dense bf16 FLOP/s, HBM and link bytes/s."""
+
+    hbm: float
+    peak: float
+    bandwidth: float
+    link: float  # ICI or NVLink, all links of one device, one direction
+    kernel: str
+
+
+# cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; a tpu7x chip is two devices, halved here.
+# nvidia.com data sheets of H100 SXM and H200: dense bf16, NVLink 900 GB/s both ways.
+CHIPS = {
+    "v5e": Chip(16 * GIB, 197e12, 819e9, 200e9, "splash"),
+    "v5p": Chip(95 * GIB, 459e12, 2765e9, 600e9, "splash"),
+    "v6e": Chip(32 * GIB, 918e12, 1640e9, 448e9, "splash"),
+    "tpu7x": Chip(96 * GIB, 1153.5e12, 3690e9, 600e9, "splash"),
+    "h100": Chip(80e9, 989e12, 3350e9, 450e9, "cudnn"),
+    "h200": Chip(141e9, 989e12, 4800e9, 450e9, "cudnn"),
+    "cpu": Chip(math.inf, math.inf, math.inf, math.inf, "xla"),
+}
+_SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2,
+          "s16": 2, "u16": 2, "s8": 1, "u8": 1, "pred": 1, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def devices_of(topology: str) -> tuple[str, list]:
+    """(chip name, devices) of a topology name; raises ValueError with the names that exist."""
+    name, _, size = topology.partition(":")
+    if name not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", size):
+        raise ValueError(
+            f"topology {topology!r} is unknown; expected CHIP:SIZE such as v5p:4x4x4, v6e:16x16, "
+            f"v5e:8x8, tpu7x:4x4x4, h100:8, h200:8 or cpu:8 (chips {', '.join(CHIPS)})"
+        )
+    if CHIPS[name].kernel == "splash":
+        try:
+            return name, list(topologies.get_topology_desc(topology, platform="tpu").devices)
+        except Exception as error:
+            raise ValueError(
+                f"topology {topology!r}: {str(error).splitlines()[0]}; check the shape, and install"
+                " wanjax[plan] for libtpu"
+            ) from None
+    present = jax.devices("cpu")
+    if len(present) < int(size):
+        raise ValueError(
+            f"topology {topology!r} needs {size} CPU devices, found {len(present)}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={size}"
+        )
+    return name, present[: int(size)]
+
+
+def propose_mesh(number: int, batch: int, heads: int) -> dict[str, int]:
+    """A mesh of `number` devices: as many batch shards as divide, context over the rest, and that
+    only by a divisor of the heads where one is possible."""
+    options = []
+    for shards in range(1, number + 1):
+        if number % shards == 0 and batch % shards == 0:
+            context = number // shards
+            options.append((heads % context == 0, shards, context))
+    _, shards, context = max(options)
+    return {"data": 1, "fsdp": shards, "context": context, "tensor": 1, "stage": 1}
+
+
+def collectives(hlo: str) -> dict[str, dict[str, int]]:
+    """{kind: {count, bytes}} per device of optimised HLO; a loop's body counts as often as it
+    runs, bytes are those of the results."""
+    bodies, entry = _computations(hlo)
+    total: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
+
+    def visit(name: str, times: int):
+        for line in bodies.get(name, ()):
+            found = re.search(
+                rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(", line
+            )  # a -done moves nothing
+            if found:
+                shapes = [_bytes(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1])]
+                # an asynchronous start also names its operand, and u32 contexts
+                moved = max(shapes) if found[3] else sum(shapes)
+                total[found[2]]["count"] += times
+                total[found[2]]["bytes"] += times * moved
+            trips = re.search(r'known_trip_count":?\{"n":"(\d+)"', line)
+            for kind, callee in re.findall(r"(body|calls|to_apply)=%?([\w.\-]+)", line):
+                visit(callee, times * (int(trips[1]) if trips and kind == "body" else 1))
+            branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+            for callee in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
+                visit(callee, times)
+
+    visit(entry, 1)
+    return dict(total)
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in hlo.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if head and " = " not in line.split("->")[0]:
+            name = head[2]
+            bodies[name] = []
+            entry = name if head[1] else entry
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    return _SIZES.get(dtype, 0) * math.prod(int(d) for d in dims.split(",") if d)
+
+
+def update_flops(config: wan.WanConfig, grid, *, lora: bool, remat: bool) -> int:
+    """FLOPs of forward and backward of one sample: backward costs 2.5x of attention (its kernel
+    computes the logits again) and 2x of the matmuls, 1x where weights get no gradient."""
+    forward = wan.forward_flops(config, grid)
+    L, D = math.prod(grid), config.dim
+    attention = config.num_layers * 4 * D * L * (L + config.text_len)
+    dense = forward - attention
+    return int((1 + remat) * forward + (1 if lora else 2) * dense + 2.5 * attention)
+
+
+def make_plan(config, topology: str, model: str = "") -> dict:
+    """Compile every phase of the ConfigDict for the topology; returns what `main` prints."""
+    chip_name, devices = devices_of(topology)
+    chip = CHIPS[chip_name]
+    setup = make_setup(config, model, chip)
+    own = dict(config.mesh)
+    batch = math.gcd(*_batches(config, setup))
+    heads = setup.model.wan.num_attention_heads
+    proposed = propose_mesh(len(devices), batch, heads)
+    grid = _grid(setup)
+    try:
+        mesh = sharding.make_mesh(own, devices)
+        for size in _batches(config, setup):
+            wan.check_mesh(setup.model.wan, dict(mesh.shape), size, math.prod(grid))
+        note = ""
+    except ValueError as error:
+        note, mesh = f"the config's mesh cannot run: {error}", sharding.make_mesh(proposed, devices)
+    stored = jnp.dtype(config.model.param_dtype)
+    weights = jax.eval_shape(
+        lambda: wan.store(wan.init(jax.random.key(0), setup.model.wan), stored)
+    )
+    with sharding.use_mesh(mesh):
+        state, phases = _compile(config, setup, mesh, weights)
+    result = {
+        "config": config.name, "model": setup.model.name, "topology": topology,
+        "devices": len(devices), "mesh": dict(mesh.shape), "note": note,
+        "proposed_mesh": proposed, "hbm": chip.hbm, "estimate": chip.kernel == "cudnn",
+        "trees": {
+            "parameters": _per_device(state.params), "adapters": _per_device(state.adapters),
+            "optimizer": _per_device(state.opt),
+        },
+        "phases": phases,
+    }  # fmt: skip
+    result["checkpoint_bytes"] = _whole(jax.eval_shape(lambda s: states.saved(s, setup), state))
+    result["host_bytes"] = _whole(state.params) / max(len(devices) // 4, 1)  # hosts of 4 devices
+    resident = sum(result["trees"].values())
+    for phase in phases.values():
+        others = max(resident - phase["arguments"], 0) if phase else 0
+        phase["peak"] = phase["arguments"] + phase["temporaries"] + phase["output"] - phase["alias"]
+        phase["resident"] = others
+        phase["ideal_seconds"] = phase["flops"] / chip.peak / len(devices)
+        phase["fits"] = phase["peak"] + others < chip.hbm * 0.97
+    result["fits"] = all(phase["fits"] for phase in phases.values())
+    return result
+
+
+def make_setup(config, model: str, chip: Chip) -> states.Setup:
+    """The run's Setup from shapes alone: model by preset name, else the folder's config."""
+    if model:
+        if model not in presets.MODELS:
+            raise ValueError(
+                f"model {model!r} is unknown; set --model to one of {[*presets.MODELS]}"
+            )
+        found = presets.MODELS[model]
+    elif config.model.path:
+        found = disk.model_config(disk.read(config.model.path))
+    else:
+        raise ValueError(
+            f"config.model.path is empty; set it, or --model to one of {[*presets.MODELS]}"
+        )
+    kernel = chip.kernel if config.model.attention == "auto" else config.model.attention
+    kernel = "xla" if kernel in ("cudnn", "fa3") else kernel  # lowered for CPU
+    run = dataclasses.replace(
+        found.wan, dtype=config.model.dtype, attention=kernel, remat=config.model.remat
+    )
+    setup = train.make_setup(config, dataclasses.replace(found, wan=run), {})
+    setup = dataclasses.replace(setup, rewards=setup.rewards or {"mean": 1.0})
+    train.ALGORITHMS[config.algorithm].check(setup)
+    return setup
+
+
+def _grid(setup) -> tuple[int, int, int]:
+    shape, patch = states.latent_shape(setup), setup.model.wan.patch_size
+    return tuple(n // p for n, p in zip(shape, patch, strict=False))  # pyright: ignore
+
+
+def _whole(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _per_device(tree) -> int:
+    size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _batches(config, setup) -> tuple[int, ...]:
+    """Leading sizes of the model's calls: rollout and micro-batch."""
+    settings = setup.algorithm
+    if config.algorithm == "sft":
+        return (settings.micro_samples * settings.micro_steps,)
+    return setup.sampling.batch, settings.micro_samples * settings.micro_steps
+
+
+def _compile(config, setup, mesh, weights):
+    """(abstract state, {phase: facts}) of the algorithm's jitted functions on the mesh in use."""
+    model, lora = setup.model, bool(setup.lora.rank)
+    algorithm = train.ALGORITHMS[config.algorithm]
+    whole = lambda tree: jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), tree)
+    params = {"student": {e: weights for e in model.experts}}
+    state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), params)
+    split = lambda tree: jax.tree.map(
+        _abstract, tree, sharding.tree_shardings(mesh, tree, wan.logical_axes)
+    )
+    roles = {r: {e: split(t) for e, t in experts.items()} for r, experts in state.params.items()}
+    # optimizer states follow what they optimise: replicated adapters, split weights
+    opt = {e: whole(tree) if lora else _like(tree, mesh) for e, tree in state.opt.items()}
+    state = whole(state).replace(params=roles, opt=opt)
+
+    rows = model.wan.text_len
+    vector = lambda shape, dtype=jnp.float32: whole(jax.ShapeDtypeStruct(shape, dtype))
+    context = lambda n: vector((n, rows, model.wan.text_dim))
+    key = whole(jax.eval_shape(lambda: jax.random.key(0)))
+    grid, phases = _grid(setup), {}
+    forward = wan.forward_flops(model.wan, grid)
+    if config.algorithm == "sft":
+        clips = setup.algorithm.batch if hasattr(setup.algorithm, "batch") else config.data.batch
+        batch = lambda x0, ctx: sft.Batch(x0, ctx, {}, 0, {})
+        x0 = vector((clips, *states.latent_shape(setup)))
+        data = jax.eval_shape(lambda *a: sft._noised(batch(*a), setup=setup), x0, context(clips))
+        slots = {e: list(range(setup.algorithm.timesteps)) for e in setup.experts}
+        phases |= _updates(setup, state, whole(data), slots, clips, algorithm, grid)
+        return state, phases
+
+    size, samples = setup.sampling.batch, config.group_size * config.prompts_per_step
+    policy = states.rollout_params(state, algorithm.SAMPLED)
+    ids = vector((size,), jnp.int32)
+    passes = _forwards(setup)
+    if config.algorithm == "grpo":
+        steps_W = grpo._window(setup, 0)
+        slot_I = vector((setup.sampling.schedule.steps,), jnp.int32)
+        call = grpo._rollout.lower(
+            policy, context(size), context(1), key, ids, slot_I, setup=setup, slots=len(steps_W)
+        )
+    else:
+        steps_W = ()
+        call = states.sample_latents.lower(policy, context(size), context(1), key, ids, setup=setup)
+    phases["rollout"], compiled = _measure(call, forward * size * passes, samples // size)
+    shapes = call.out_info
+    out = jax.tree.map(lambda x, s: _abstract(x, s), shapes, compiled.output_shardings)
+    x0, trajectory = out if config.algorithm == "grpo" else (out, None)
+    decoder = whole(jax.eval_shape(lambda: vae.init(jax.random.key(0), model.vae)))
+    decoder = trees.map_paths(
+        lambda _, x: _abstract(x, x.sharding, jnp.dtype(config.model.param_dtype)), decoder
+    )
+    phases["decode"], _ = _measure(
+        states.decode.lower(decoder, x0, config=model.vae), 0, samples // size
+    )
+    grow = lambda x, axis: jax.ShapeDtypeStruct(
+        (*x.shape[:axis], samples, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding
+    )
+    ctx, adv = context(samples), vector((samples,))
+    if config.algorithm == "grpo":
+        kept = jax.tree.map(lambda x: grow(x, 1), trajectory)
+        make = lambda kept, ctx, uncond, adv: grpo._replay_data(
+            setup, grpo.Batch(kept, ctx, uncond, adv, steps_W, 0, {})
+        )
+        data = dict(whole(jax.eval_shape(make, kept, ctx, context(1), adv)))
+        data |= {"x_WB": kept.x, "x_next_WB": kept.x_next}
+        slots = grpo._slots(setup, steps_W)
+    else:
+        x0 = grow(x0, 0)
+        make = lambda x0, ctx, uncond, adv: nft._noised(
+            nft.Batch(x0, ctx, uncond, adv, 0, {}), setup=setup
+        )
+        data = dict(whole(jax.eval_shape(make, x0, ctx, context(1), adv)), x0_B=x0)
+        slots = {e: list(range(setup.algorithm.timesteps)) for e in setup.experts}
+    phases["rollout"]["trajectory"] = _per_device(data)
+    phases |= _updates(setup, state, data, slots, samples // config.updates, algorithm, grid)
+    return state, phases
+
+
+def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
+    """The phases of one optimizer step, one per expert (or one for both where they mix)."""
+    settings, phases = setup.algorithm, {}
+    units = share
+    index_sets = optim.micro_batches(
+        slots, np.arange(units), micro_samples=settings.micro_samples,
+        micro_steps=settings.micro_steps, mix=settings.mix_experts,
+    )  # fmt: skip
+    mesh = jax.sharding.get_mesh()
+    lora = bool(setup.lora.rank)
+    for index in index_sets:
+        names = list(index)
+        pick = lambda tree, names=names: {e: tree[e] for e in names}
+        args = [pick(states.trainable(state, setup)), pick(state.opt)]
+        args.append(pick(states.frozen(state, setup)))
+        if algorithm is nft:
+            averages = {n: states.averaged(state, n) for n in ("old", "ema")}
+            args.append({e: {n: averages[n][e] for n in averages} for e in names})
+        indices = jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), index)
+        static = {"on_policy": settings.recompute_old_logp} if algorithm is grpo else {}
+        call = algorithm._minibatch.lower(*args, data, indices, setup=setup, **static)
+        flops = 0
+        for expert, (slot, _) in index.items():
+            one = update_flops(
+                setup.model.wan, grid, lora=lora, remat=setup.model.wan.remat != "none"
+            )
+            extra = _extra_forwards(setup, algorithm, expert)
+            guided = 2 if _guided(setup, expert) and algorithm is not sft else 1
+            each = one + extra * wan.forward_flops(setup.model.wan, grid)
+            flops += slot.size * guided * each
+        phases[f"update {'+'.join(names)}"], _ = _measure(call, flops, settings_updates(settings))
+    return phases
+
+
+def settings_updates(settings) -> int:
+    """Optimizer steps per step of the run."""
+    return getattr(settings, "updates", 1)
+
+
+def _extra_forwards(setup, algorithm, expert: str) -> int:
+    """Forwards without gradient beside the trained one: reference, and NFT's old policy."""
+    if algorithm is sft:
+        return 0
+    reference = 1 if setup.algorithm.kl_beta[expert] else 0
+    return reference + (algorithm is nft)
+
+
+def _guided(setup, expert: str) -> bool:
+    return getattr(setup.sampling.guidance, expert) != 1
+
+
+def _forwards(setup) -> int:
+    """Model calls of one rolled-out sample; guidance makes two."""
+    plan = setup.sampling.schedule
+    owners = [schedule.expert_name(plan, i) for i in range(plan.steps)]
+    return sum(2 if _guided(setup, expert) else 1 for expert in owners)
+
+
+def _abstract(x, where, dtype=None):
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where)
+
+
+def _like(tree, mesh):
+    """Shardings of an optimizer state of split weights: each moment as its weight."""
+
+    def place(path, leaf):
+        names = [str(getattr(k, "key", "")) for k in path if isinstance(k, jax.tree_util.DictKey)]
+        path = "/".join(names[names.index("move") + 1 :] if "move" in names else names)
+        where = sharding.tree_shardings(mesh, {path: leaf}, wan.logical_axes)
+        return _abstract(leaf, jax.tree.leaves(where)[0])
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled]:
+    """Compile, and read memory, collectives and the compiler's own FLOPs per device and call."""
+    started = time.time()
+    with _Stderr() as printed:
+        compiled = lowered.compile()
+    seconds = time.time() - started
+    print(f"compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    text = compiled.as_text() or ""
+    facts = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "output": memory.output_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "flops": flops,
+        "flops_compiler_loops_once": cost.get("flops", 0.0),
+        "calls": calls,
+        "collectives": collectives(text),
+        "compile_seconds": round(seconds, 1),
+        "rematerializations": printed.text.count("Involuntary full rematerialization"),
+    }
+    return facts, compiled
+
+
+class _Stderr:
+    """What C++ code writes to stderr meanwhile, in `text`; passed on afterwards when it fails."""
+
+    def __enter__(self):
+        self.text, self._file = "", tempfile.TemporaryFile()
+        sys.stderr.flush()
+        self._kept = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        return self
+
+    def __exit__(self, kind, *_):
+        os.dup2(self._kept, 2)
+        os.close(self._kept)
+        self._file.seek(0)
+        self.text = self._file.read().decode(errors="replace")
+        self._file.close()
+
+
+def describe(result: dict) -> str:
+    """The plan in words, memory in GiB per device."""
+    gib = lambda n: f"{n / GIB:.1f}"
+    mesh = " ".join(f"{axis}={n}" for axis, n in result["mesh"].items() if n > 1)
+    lines = [
+        f"{result['config']} on {result['topology']}: {result['devices']} devices, "
+        f"{gib(result['hbm'])} GiB each, mesh {mesh or 'of one device'}"
+    ]
+    if result["note"]:
+        lines += [f"note     {result['note']}"]
+    parts = (f"{name} {gib(n)}" for name, n in result["trees"].items())
+    lines.append("resident " + ", ".join(parts) + " GiB per device")
+    lines.append(
+        f"{'phase':16}{'args':>7}{'temp':>7}{'out':>7}{'peak':>7}{'rest':>7}  fits"
+        f"{'PFLOP':>9}{'ideal s':>9}{'calls':>6}{'compile':>9}  collectives per device"
+    )
+    for name, p in result["phases"].items():
+        moved = ", ".join(
+            f"{kind} {c['count']}x {gib(c['bytes'])} GiB" for kind, c in p["collectives"].items()
+        )
+        sizes = (p["arguments"], p["temporaries"], p["output"], p["peak"], p["resident"])
+        lines.append(
+            f"{name:16}"
+            + "".join(f"{gib(n):>7}" for n in sizes)
+            + f"  {'yes' if p['fits'] else 'NO':4}{p['flops'] / 1e15:>9.2f}"
+            f"{p['ideal_seconds']:>9.2f}{p['calls']:>6}{p['compile_seconds']:>8}s  "
+            f"{moved or 'none'}"
+        )
+        if p["rematerializations"]:
+            lines.append(f"  {p['rematerializations']} involuntary full rematerializations (SPMD)")
+    lines.append(
+        f"checkpoint {gib(result['checkpoint_bytes'])} GiB, weights on each host while loading "
+        f"{gib(result['host_bytes'])} GiB; proposed mesh "
+        + " ".join(f"{a}={n}" for a, n in result["proposed_mesh"].items() if n > 1)
+    )
+    if result["estimate"]:
+        lines.append("estimate: compiled for CPU devices; temporaries of the GPU kernel differ")
+    return "\n".join(lines)
+
+
+def _command_line(argv) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    try:
+        result = make_plan(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
+    except ValueError as error:
+        sys.exit(f"wanjax.plan: {error}")
+    print(json.dumps(result, default=float) if _JSON.value else describe(result), flush=True)
+
+
+_TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SIZE, such as v5p:4x4x4 or h100:8")
+_MODEL = flags.DEFINE_string("model", "", "preset of wanjax.models.presets; needs no weights")
+_JSON = flags.DEFINE_bool("json", False, "print JSON")
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "topology"])
+    app.run(_command_line)
