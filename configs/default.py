@@ -29,9 +29,12 @@ def get_config(preset: str = "") -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # diffusers folder or any Wan checkpoint, or tinywan22
     c.model.dtype = "bfloat16"  # matmuls; norms, rotary, softmax and losses stay float32
-    c.model.param_dtype = "bfloat16"  # of frozen weights; full fine-tuning wants float32
-    c.model.attention = "auto"  # xla, cudnn, splash
-    c.model.remat = "full"  # none, full
+    c.model.param_dtype = "bfloat16"  # of frozen weights, also float8 or int8 for the blocks'
+    # matrices; full fine-tuning wants float32
+    c.model.attention = "auto"  # xla, cudnn, fa3, splash
+    c.model.context = "auto"  # over mesh.context: ulysses, ring, or their product
+    c.model.remat = "full"  # none, full, save_attention, offload
+    c.model.interleave = 1  # chunks of blocks per stage of the pipeline
     c.mesh = ConfigDict(dict(data=-1, fsdp=1, context=1, tensor=1, stage=1))  # -1 takes the rest
     c.experts = ("high", "low")  # experts that are trained
     c.lora = ConfigDict()

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from convert import disk, files, names
 from wanjax import sharding, trees
-from wanjax.models import presets, wan
+from wanjax.models import presets, quant, wan
 
 _CHUNK = 256 << 20  # host bytes of one device transfer
 _SMALL = 4 << 20  # below this the host transposes, above the device does
@@ -42,7 +42,9 @@ def load(path, *, mesh=None, dtype=None, experts_only=False):
         that convert.weights wrote with --to orbax.
       mesh: place leaves on this mesh by their logical axes; None keeps them on the default device.
       dtype: matmul weights become this; norms, tables and time embedding of the transformer stay
-        float32. None keeps the stored dtypes (fp8 and GGUF data become bfloat16).
+        float32. "float8" and "int8" quantise the matrices of the transformer's blocks (see
+        models.quant), all else becomes bfloat16. None keeps the stored dtypes (fp8 and GGUF data
+        become bfloat16).
       experts_only: leave out VAE and encoders.
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
@@ -95,8 +97,9 @@ def _restore(path: pathlib.Path, mesh, dtype):
             path / "arrays", args=ocp.args.PyTreeRestore(restore_args=targets)
         )
     for component, tree in stored.items():
-        cast = wan.store if component in _KEYS else trees.cast
-        params[_KEYS.get(component, component)] = tree if dtype is None else cast(tree, dtype)
+        if dtype is not None:
+            tree = wan.store(tree, dtype) if component in _KEYS else trees.cast(tree, _plain(dtype))
+        params[_KEYS.get(component, component)] = tree
     return params, config
 
 
@@ -111,8 +114,16 @@ def place(tensors: files.Tensors, shapes: dict, component: str, *, mesh=None, dt
         parts = [tensors[name] for name, _ in names.torch_names(path, leaf.shape)]
         if path.endswith("/gamma"):
             parts = [files.squeeze(t, tuple(range(1, len(t.shape)))) for t in parts]
-        flat[path] = _place(path, leaf.shape, parts, _target(component, path, parts, dtype), where)
+        target = _target(component, path, parts, _plain(dtype))
+        placed = _place(path, leaf.shape, parts, target, where)
+        small = component.startswith("transformer") and dtype in quant.DTYPES
+        flat |= wan.store_leaf(path, placed, dtype) if small else {path: placed}
     return trees.unflatten(flat)
+
+
+def _plain(dtype):
+    """The dtype of what is not quantised."""
+    return jnp.bfloat16 if dtype in quant.DTYPES else dtype
 
 
 def _shardings(shapes: dict, component: str, mesh):

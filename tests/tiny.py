@@ -155,14 +155,14 @@ def make_config(model: str, workdir, **changes):
     c.model.dtype = c.model.param_dtype = "float32"
     c.model.remat = "none"
     c.lora.rank, c.lora.alpha = 2, 4.0
-    c.sampling.steps, c.sampling.batch = 6, 4
+    c.sampling.steps, c.sampling.batch = 6, 8
     c.sampling.height = c.sampling.width = 16
     c.negative_prompt = ""
     prompts = pathlib.Path(model).parent / "prompts.txt"
     prompts.write_text("red circle\nblue circle\nred\nblue\n")
     c.prompts = c.eval.prompts = str(prompts)
     c.eval.number, c.eval.samples = 2, 1
-    c.prompts_per_step, c.group_size, c.micro_samples = 2, 4, 4
+    c.prompts_per_step, c.group_size, c.micro_samples = 2, 4, 8
     c.reward["tests.tiny:brightness"] = 1.0
     c.steps, c.save_every, c.sample_every = 3, 2, 0
     c.optim.high.lr = c.optim.low.lr = 1e-2

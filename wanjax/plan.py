@@ -302,7 +302,7 @@ def _compile(config, setup, mesh, weights):
             policy, context(size), context(1), key, ids, slot_I, setup=setup, slots=len(steps_W)
         )
     else:
-        steps_W = ()
+        steps_W = np.arange(0)
         call = states.sample_latents.lower(policy, context(size), context(1), key, ids, setup=setup)
     phases["rollout"], compiled = _measure(call, forward * size * passes, samples // size)
     shapes = call.out_info

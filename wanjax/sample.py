@@ -30,7 +30,7 @@ from convert import weights
 from wanjax import sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.data import text, video
-from wanjax.models import condition, lora, presets, umt5
+from wanjax.models import condition, lora, presets, quant, umt5
 
 
 def generate(
@@ -81,14 +81,15 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
 
 
 def load_model(
-    path, *, dtype="float32", param_dtype="float32", attention="auto", remat="none", mesh=None,
-    experts_only=False,
+    path, *, param_dtype="float32", mesh=None, experts_only=False, **run
 ):  # fmt: skip
-    """(params, ModelConfig) with the run-time fields of the transformer set."""
-    params, model = weights.load(
-        path, mesh=mesh, dtype=jnp.dtype(param_dtype), experts_only=experts_only
-    )
-    run = dataclasses.replace(model.wan, dtype=dtype, attention=attention, remat=remat)
+    """(params, ModelConfig) with the run-time fields of the transformer set.
+
+    run: dtype, attention, context, remat and interleave of WanConfig.
+    """
+    stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
+    params, model = weights.load(path, mesh=mesh, dtype=stored, experts_only=experts_only)
+    run = dataclasses.replace(model.wan, **run)
     return params, dataclasses.replace(model, wan=run)
 
 

@@ -45,7 +45,7 @@ from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.data import latents, text, video
 from wanjax.data import prompts as prompt_files
 from wanjax.losses import flow
-from wanjax.models import condition, presets, wan
+from wanjax.models import condition, presets, quant, wan
 from wanjax.rewards import shapes
 
 ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
@@ -88,8 +88,8 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     params, model = sample.load_model(**dict(config.model), mesh=mesh)
     roles, role_models = _load_roles(config, model, mesh)
     setup = make_setup(config, model, role_models)
-    states.latent_shape(setup)
     algorithm.check(setup)
+    _check_mesh(setup, mesh)
     if source:
         stream = _latent_stream(config, source, params, model)
     with sharding.use_mesh(mesh):
@@ -338,6 +338,15 @@ def _finish(job: _Job, state, started: float) -> None:
     print(f"report   {page}", flush=True)
 
 
+def _check_mesh(setup, mesh) -> None:
+    """Raise ValueError when a batch that occurs cannot run on the mesh."""
+    patch = setup.model.wan.patch_size
+    grid = (n // p for n, p in zip(states.latent_shape(setup), patch, strict=False))
+    tokens = math.prod(grid)
+    for size in {setup.sampling.batch, setup.algorithm.micro_samples}:
+        wan.check_mesh(setup.model.wan, dict(mesh.shape), size, tokens)
+
+
 def _load_roles(config, model: presets.ModelConfig, mesh) -> tuple[dict, dict]:
     """(weights {role: {expert: tree}}, {role: ModelConfig}) of the roles beside the student.
 
@@ -382,6 +391,11 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
                 f"config.experts names {expert!r} but the model has {model.experts}; "
                 "set config.experts to some of those"
             )
+    if not config.lora.rank and config.model.param_dtype in quant.DTYPES:
+        raise ValueError(
+            f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
+            "config.lora.rank above 0, or param_dtype to float32"
+        )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)
     levels = tuple(plan.sigmas) or None
@@ -529,11 +543,11 @@ def _check_finite(previous, saved: int) -> None:
 
 
 def _banner(config, setup, state, mesh, table) -> str:
-    a, s = setup.algorithm, setup.sampling
+    a, s, model = setup.algorithm, setup.sampling, setup.model.wan
     samples = a.group_size * a.prompts_per_step
     return "\n".join(
         [
-            f"mesh     {dict(mesh.shape)}",
+            f"mesh     {dict(mesh.shape)}, {wan.describe(model, dict(mesh.shape))}",
             f"video    {s.frames} frames of {s.height}x{s.width}, "
             f"latents {states.latent_shape(setup)}",
             f"step     {a.prompts_per_step} items x {a.group_size} = {samples} samples, "

@@ -19,6 +19,7 @@ import transformers
 from convert import disk, files, weights
 from tests.convert import tiny
 from wanjax import sharding, trees
+from wanjax.models import quant, wan
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,19 @@ def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, ch
 def test_chunked_load_without_mesh_equals_the_plain_load(saved, monkeypatch):
     monkeypatch.setattr(weights, "_CHUNK", 6000)
     assert tiny.equal(weights.load(saved[0])[0], saved[1])
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_a_quantised_load_equals_quantising_what_was_loaded(saved, dtype):
+    loaded, _ = weights.load(saved[0], dtype=dtype)
+    want = trees.flatten(wan.store(weights.load(saved[0], dtype=jnp.bfloat16)[0]["high"], dtype))
+    flat = trees.flatten(loaded["high"])
+    assert set(flat) == set(want)
+    assert flat["blocks/attn1/to_q/kernel"].dtype == quant.DTYPES[dtype]
+    for path, leaf in want.items():
+        assert flat[path].dtype == leaf.dtype
+        np.testing.assert_array_equal(np.asarray(flat[path]), np.asarray(leaf), err_msg=path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded["vae"])} == {jnp.dtype(jnp.bfloat16)}
 
 
 def _edit(folder, change):

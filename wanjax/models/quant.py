@@ -5,6 +5,7 @@
 stored weights; q and scale get none.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ DTYPES = {"float8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
+@functools.partial(jax.jit, static_argnames="name")
 def quantise(kernel, name: str):
     """(q [..., in, out] in one byte, scale [..., out] float32) of a matrix or a stack of them."""
     dtype = jnp.dtype(DTYPES[name])
