@@ -10,6 +10,7 @@ the experts of a run alike.
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -392,8 +393,9 @@ def latent_shape(setup: Setup) -> tuple[int, int, int, int]:
 
 
 def describe(state: State, setup: Setup) -> str:
-    """A table of the trees in the state: role or adapter, expert, parameters, trained or frozen."""
-    rows = [f"{'tree':24} {'parameters':>15}  use"]
+    """A table of the trees in the state: role or adapter, expert, parameters, memory on one
+    device, trained or frozen."""
+    rows = [f"{'tree':24} {'parameters':>15} {'GiB':>7}  use"]
     learned = {
         f"{'adapters' if setup.lora.rank else 'params'}/{name}": _trained(setup, role)
         for role in ("student", *state.role_opt)
@@ -405,11 +407,26 @@ def describe(state: State, setup: Setup) -> str:
                 moved = expert in learned.get(f"{kind}/{name}", ())
                 label = f"{kind}/{name}/{expert}"
                 rows.append(
-                    f"{label:24} {trees.count(tree):15,}  {'trained' if moved else 'frozen'}"
+                    f"{label:24} {trees.count(tree):15,} {_gib(tree):7.2f}  "
+                    f"{'trained' if moved else 'frozen'}"
                 )
     shared = set(setup.roles) - set(state.params)
-    rows += [f"{'params/' + role:24} {0:15,}  the student's" for role in sorted(shared)]
+    rows += [f"{'params/' + role:24} {0:15,} {0:7.2f}  the student's" for role in sorted(shared)]
+    for role, experts in {"student": state.opt, **state.role_opt}.items():
+        rows += [f"{f'opt/{role}/{e}':24} {'':15} {_gib(opt):7.2f}" for e, opt in experts.items()]
+    rows.append(f"{'all':24} {'':15} {_gib(state):7.2f}")
     return "\n".join(rows)
+
+
+def _gib(tree) -> float:
+    """Memory that one device gives to a tree."""
+
+    def size(leaf):
+        whole = leaf.sharding is None
+        shape = leaf.shape if whole else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree)) / 2**30
 
 
 def _adapter(role: str) -> str:

@@ -1,7 +1,8 @@
 """Train: config -> mesh -> model -> algorithm -> loop, resuming by itself.
 
     python -m wanjax.train --config configs/quickstart.py
-    python -m wanjax.train --config configs/grpo_wan22.py:small --config.name=trial --dry_run
+    python -m wanjax.train --config configs/grpo_wan22.py:small --dry_run \\
+        --config.model.path=wan2.2_t2v_a14b     # a preset's name: no weights needed
 
 The loop is: prompts or clips of the step -> collect (rollout, decode, reward, advantage; clips as
 they are) -> update -> metrics -> checkpoint. A run lives in runs/<name>/ and continues from its
@@ -11,6 +12,7 @@ one that was not.
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import pathlib
@@ -64,7 +66,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         lambda: (
             () if clips else _prompts(config.prompts),
             _prompts(config.eval.prompts),
-            _clips(config) if clips else None,
+            _clips(config) if clips and not (dry_run and not config.data.path) else None,
         )
     )
     if config.reward_failure not in rewards.FAILURE:
@@ -79,14 +81,16 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     facts = {name: distributed.fingerprint(texts) for name, texts in facts.items()}
     facts["data"] = source.digest if source else ""
     distributed.agree({"config": config.to_dict(), **facts})
-    mesh = sharding.make_mesh(dict(config.mesh))
+    abstract = dry_run and config.model.path in presets.MODELS  # shapes instead of weights
+    mesh = _mesh(config, abstract)
     stream: Any = None
     if not clips:
         stream = prompt_files.PromptStream(train_prompts, config.prompts_per_step, config.seed)
 
     print(f"model    {config.model.path}", flush=True)
-    params, model = sample.load_model(**dict(config.model), mesh=mesh)
-    roles, role_models = _load_roles(config, model, mesh)
+    load = _shapes if abstract else sample.load_model
+    params, model = load(**dict(config.model), mesh=mesh)
+    roles, role_models = _load_roles(config, model, mesh, load)
     setup = make_setup(config, model, role_models)
     algorithm.check(setup)
     _check_mesh(setup, mesh)
@@ -94,8 +98,12 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         stream = _latent_stream(config, source, params, model)
     with sharding.use_mesh(mesh):
         student = {e: params[e] for e in model.experts}
-        state = algorithm.init(jax.random.key(config.seed), setup, {"student": student, **roles})
-        if config.lora.start:
+        init = functools.partial(algorithm.init, jax.random.key(config.seed), setup)
+        run = functools.partial(jax.eval_shape, init) if abstract else init
+        state = run({"student": student, **roles})
+        if abstract:
+            state = state.replace(params=_placed(state.params, mesh))
+        elif config.lora.start:
             start = convert_lora.load(list(config.lora.start), model)
             state = states.start_from(state, setup, jax.tree.map(jnp.asarray, start))
         table = schedule.describe(
@@ -338,6 +346,35 @@ def _finish(job: _Job, state, started: float) -> None:
     print(f"report   {page}", flush=True)
 
 
+def _mesh(config, abstract: bool):
+    """The mesh of the config; for shapes alone, of as many devices as its sizes name."""
+    sizes = dict(config.mesh)
+    named = math.prod(size for size in sizes.values() if size > 0)
+    return sharding.make_mesh(sizes, jax.devices()[:named] if abstract else None)
+
+
+def _shapes(path, *, param_dtype, mesh, experts_only=False, **run):
+    """What sample.load_model gives, with shapes for weights, of a model by its preset's name."""
+    if path not in presets.MODELS:
+        raise ValueError(f"model {path!r} has no shapes here; expected one of {[*presets.MODELS]}")
+    model = presets.MODELS[path]
+    model = dataclasses.replace(model, wan=dataclasses.replace(model.wan, **run))
+    make = lambda: wan.store(wan.init(jax.random.key(0), model.wan), param_dtype)
+    return {expert: jax.eval_shape(make) for expert in model.experts}, model
+
+
+def _placed(roles: dict, mesh) -> dict:
+    """Shapes with the shardings that loading gives."""
+    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return {
+        role: {
+            expert: jax.tree.map(place, tree, sharding.tree_shardings(mesh, tree, wan.logical_axes))
+            for expert, tree in experts.items()
+        }
+        for role, experts in roles.items()
+    }
+
+
 def _check_mesh(setup, mesh) -> None:
     """Raise ValueError when a batch that occurs cannot run on the mesh."""
     patch = setup.model.wan.patch_size
@@ -347,7 +384,7 @@ def _check_mesh(setup, mesh) -> None:
         wan.check_mesh(setup.model.wan, dict(mesh.shape), size, tokens)
 
 
-def _load_roles(config, model: presets.ModelConfig, mesh) -> tuple[dict, dict]:
+def _load_roles(config, model: presets.ModelConfig, mesh, load) -> tuple[dict, dict]:
     """(weights {role: {expert: tree}}, {role: ModelConfig}) of the roles beside the student.
 
     A role without a path has the student's model and no weights of its own; equal paths are loaded
@@ -362,7 +399,7 @@ def _load_roles(config, model: presets.ModelConfig, mesh) -> tuple[dict, dict]:
         if own.path and source not in loaded:
             print(f"{role:8} {own.path}", flush=True)
             run = {**config.model.to_dict(), "path": own.path, "param_dtype": own.param_dtype}
-            loaded[source] = sample.load_model(**run, mesh=mesh, experts_only=True)
+            loaded[source] = load(**run, mesh=mesh, experts_only=True)
         if own.path:
             weights[role], models[role] = loaded[source]
         else:
@@ -375,7 +412,7 @@ def _stochastic_steps(config, setup):
     plan = setup.sampling.schedule
     if setup.sampling.solver == "renoise":
         return range(plan.steps)
-    if config.algorithm in ("sft", "dmd2"):
+    if config.algorithm != "grpo":
         return ()
     return schedule.sde_steps(plan, setup.sde.strategy, epoch=0, seed=config.seed)
 
