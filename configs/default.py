@@ -21,6 +21,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.keep_every = 0  # also keep multiples of this step; 0 = none
     c.sample_every = 20  # steps between sample videos of fixed prompts; 0 = only before and after
     c.eval_every = 0  # steps between evaluations; 0 = only before and after
+    c.compile_cache = "~/.cache/wanjax"  # compiled programs of accelerators, for the next start
     c.resume = True  # continue the run of this name if there is one
     c.wandb = "off"  # off, offline, online
     c.project = "wanjax"  # wandb project

@@ -15,6 +15,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import pathlib
 import sys
 import time
@@ -633,10 +634,17 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "check config, model and shapes, 
 def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
+    config = _CONFIG.value
+    if config.model.remat in ("save_attention", "offload"):  # see models.blocks
+        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
         distributed.start(*place)
-        main(_CONFIG.value, _DRY_RUN.value)
+        if config.compile_cache and jax.default_backend() != "cpu":
+            cache = pathlib.Path(config.compile_cache).expanduser()
+            jax.config.update("jax_compilation_cache_dir", str(cache))
+        main(config, _DRY_RUN.value)
     except (ValueError, FloatingPointError, rewards.RewardError) as error:
         distributed.leave(1, f"wanjax.train: {error}")
     except distributed.NeedsRestart as error:

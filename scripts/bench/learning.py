@@ -1,0 +1,207 @@
+"""Train TinyWan2.2 in every way and write the success that each reaches into one table.
+
+    python scripts/bench/learning.py --out scripts/bench/learning.md            all rows, one GPU
+    python scripts/bench/learning.py --out scripts/bench/quickstart.md \
+        --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
+
+A row is the quickstart's config with a few keys changed (ROWS) and trained with every seed; success
+is strict, on held-out prompts with two objects from fixed noise. The 95 % interval is Wilson's over
+the clips of all seeds. A run that has its summary.json is not repeated, so a long table can be made
+in several calls; --minutes stops between two runs. Controls carry no information and must not gain:
+shuffled rewards, constant rewards, a student that does not move.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import platform
+import shutil
+import time
+import zlib
+
+import jax
+import numpy as np
+
+from configs import quickstart
+from wanjax import train
+from wanjax.data import __main__ as data
+from wanjax.data import video
+from wanjax.rewards import shapes
+
+GPU = {  # beside the quickstart's own settings
+    "prompts_per_step": 16, "group_size": 16, "sampling.batch": 256, "micro_samples": 128,
+    "steps": 100, "save_every": 50, "eval.number": 256,
+}  # fmt: skip
+NFT = {"algorithm": "nft", "nft.train_guidance": True, "kl.high": 1e-4, "kl.low": 1e-4}
+PLAIN = {"steps": 0}
+DMD2 = {
+    "algorithm": "dmd2", "prompts_per_step": 256, "group_size": 1, "steps": 1000,
+    "sampling.grid": "explicit", "sampling.sigmas": (1.0, 0.75, 0.5, 0.25),
+    "guidance.high": 1.0, "guidance.low": 1.0, "dmd2.ema_start": 20,
+    "optim.high.lr": 3e-4, "optim.low.lr": 3e-4,
+}  # fmt: skip
+TWO_STEPS = {"sampling.sigmas": (1.0, 0.5)}
+HIGH, LOW = {"experts": ("high",)}, {"experts": ("low",)}
+SHUFFLED, CONSTANT = {"reward": "shuffled"}, {"reward": "constant"}
+STILL = {"optim.high.lr": 0.0, "optim.low.lr": 0.0}
+ROWS: dict[str, dict] = {
+    "base, 10 steps": GPU | PLAIN,
+    "base, 4 steps": GPU | PLAIN | {"sampling.steps": 4},
+    "teacher, 40 steps": GPU | PLAIN | {"sampling.steps": 40},
+    "SFT": GPU | {"algorithm": "sft", "data.path": "clips", "data.batch": 128, "steps": 300},
+    "GRPO flow, both": GPU,
+    "GRPO dance, both": GPU | {"sde.kind": "dance", "sde.eta": 0.3},
+    "GRPO cps, both": GPU | {"sde.kind": "cps", "sde.eta": 0.7},
+    "GRPO flow, high": GPU | HIGH | {"sde.strategy": "high_window"},
+    "GRPO flow, low": GPU | LOW,
+    "GRPO flow, shuffled rewards": GPU | SHUFFLED,
+    "NFT": GPU | NFT,
+    "NFT, constant reward": GPU | NFT | CONSTANT,
+    "AWM": GPU | NFT | {"nft.loss": "awm", "nft.old_decay": 0, "nft.ema_decay": 0.3},
+    "Flow-DPO": GPU | NFT | {"nft.loss": "dpo", "micro_samples": 16},
+    "DMD2 4 steps, LoRA, joint": GPU | DMD2,
+    "DMD2 2 steps, LoRA, joint": GPU | DMD2 | TWO_STEPS,
+    "DMD2 4 steps, full, joint": GPU | DMD2 | {
+        "lora.rank": 0, "optim.high.lr": 3e-5, "optim.low.lr": 3e-5,
+    },
+    "DMD2 4 steps, LoRA, high": GPU | DMD2 | HIGH,
+    "DMD2 4 steps, LoRA, then low": GPU | DMD2 | LOW | {
+        "start": "DMD2 4 steps, LoRA, high",
+    },
+    "DMD2 4 steps, frozen student": GPU | DMD2 | STILL,
+    "quickstart": {},
+    "quickstart, shuffled rewards": SHUFFLED,
+}  # fmt: skip
+
+
+def shuffled(video_BTHWC, prompts, meta=None):
+    """The shapes reward, its scores permuted over the batch; the parts stay with their clips."""
+    scores, info = shapes.reward(video_BTHWC, prompts, meta)
+    seed = zlib.crc32(np.ascontiguousarray(video_BTHWC))
+    return np.random.default_rng(seed).permutation(scores), info
+
+
+def constant(video_BTHWC, prompts, meta=None):
+    """One score for everything; the parts stay with their clips."""
+    scores, info = shapes.reward(video_BTHWC, prompts, meta)
+    return np.full_like(scores, 0.5), info
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to write")
+    parser.add_argument("--runs", type=pathlib.Path, default="runs/learning")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
+    parser.add_argument("--short", action="store_true", help="try the script: one step, few clips")
+    args = parser.parse_args()
+    rows = args.rows or [name for name in ROWS if not name.startswith("quickstart")]
+    deadline = time.time() + 60 * args.minutes
+    for name in rows:
+        for seed in args.seeds:
+            if not _folder(args, name, seed).joinpath("summary.json").is_file():
+                if time.time() > deadline:
+                    print(f"out of time before {name}, seed {seed}: run it again", flush=True)
+                    return
+                train.main(config_of(args, name, seed))
+                jax.clear_caches()
+        write(args, rows)
+
+
+def config_of(args, name: str, seed: int):
+    """The config of one run."""
+    config = quickstart.get_config()
+    folder = _folder(args, name, seed)
+    config.name, config.workdir, config.seed = folder.name, str(folder.parent), seed
+    changes = dict(ROWS[name])
+    if (reward := changes.pop("reward", None)) is not None:
+        del config.reward["shapes"]
+        config.reward[f"{pathlib.Path(__file__).stem}:{reward}"] = 1.0
+    if (first := changes.pop("start", None)) is not None:
+        export = _folder(args, first, seed) / "export"
+        changes["lora.start"] = tuple(str(p) for p in sorted(export.glob("*high_noise*")))
+    if "data.path" in changes:
+        changes["data.path"] = str(_clips(args))
+    if args.short:
+        changes |= {"prompts_per_step": 2, "group_size": 2, "sampling.batch": 4, "data.batch": 4}
+        changes |= {"micro_samples": 2, "eval.number": 4}
+        changes |= {"steps": min(changes.get("steps", 1), 1)}
+        if changes.get("algorithm") == "dmd2":
+            changes |= {"prompts_per_step": 4, "group_size": 1}
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        node = config
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return config
+
+
+def write(args, rows) -> None:
+    """The table of all runs that have ended."""
+    lines = [
+        "# What each way of training reaches", "",
+        f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}; made by "
+        f"`python scripts/bench/learning.py`, seeds {args.seeds}", "",
+        "| row | success before | success after, 95 % | gain, points | videos made | seconds |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name in rows:
+        runs = [_folder(args, name, seed) for seed in args.seeds]
+        found = [json.loads((r / "summary.json").read_text()) for r in runs
+                 if (r / "summary.json").is_file()]  # fmt: skip
+        if not found:
+            continue
+        config = json.loads((runs[0] / "config.json").read_text())
+        made = config["steps"] * config["prompts_per_step"] * config["group_size"]
+        made = 0 if config["algorithm"] == "sft" else made
+        before, after = (np.mean([s[f"success_{w}"] for s in found]) for w in ("before", "after"))
+        low, high = wilson(after, sum(s["eval_prompts"] for s in found))
+        seconds = np.mean([s["seconds"].get("collect", 0) + s["seconds"].get("update", 0)
+                           for s in found])  # fmt: skip
+        cells = [
+            name if len(found) == len(runs) else f"{name} ({len(found)} of {len(runs)} seeds)",
+            f"{100 * before:.1f} %", f"{100 * after:.1f} % [{100 * low:.1f}, {100 * high:.1f}]",
+            f"{100 * (after - before):+.1f}", f"{made:,}", f"{seconds:.0f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines), flush=True)
+
+
+def wilson(share: float, number: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `number` clips."""
+    z = 1.96
+    middle = (share + z * z / (2 * number)) / (1 + z * z / number)
+    spread = share * (1 - share) / number + z * z / (4 * number * number)
+    half = z / (1 + z * z / number) * math.sqrt(spread)
+    return middle - half, middle + half
+
+
+def _folder(args, name: str, seed: int) -> pathlib.Path:
+    return args.runs / f"{name.replace(', ', '-').replace(' ', '_')}_{seed}"
+
+
+def _clips(args, number: int = 512) -> pathlib.Path:
+    """A latent cache of rendered clips of training captions, made once."""
+    cache, folder = args.runs / "cache", args.runs / "rendered"
+    if cache.is_dir():
+        return cache
+    number = 8 if args.short else number
+    captions = shapes.prompts("train", 2, number, seed=7)
+    packed = shapes.pack([shapes.parse(caption) for caption in captions])
+    frames = np.asarray(jax.jit(shapes.render)(jax.random.key(7), packed))
+    for i, (clip, caption) in enumerate(zip(frames, captions, strict=True)):
+        video.write_mp4(folder / f"{i:04d}.mp4", np.round(clip * 255).astype(np.uint8), 8)
+        (folder / f"{i:04d}.txt").write_text(caption + "\n")
+    size, count = f"{shapes.SIZE}x{shapes.SIZE}", str(shapes.FRAMES)
+    data.main(["cache", str(folder), "--model", "tinywan22", "--out", str(cache),
+               "--fps", "keep", "--size", size, "--frames", count])  # fmt: skip
+    shutil.rmtree(folder)
+    return cache
+
+
+if __name__ == "__main__":
+    main()
