@@ -14,6 +14,7 @@ import pathlib
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 
 import imageio_ffmpeg
@@ -73,7 +74,7 @@ def environment() -> list[Line]:
         size = shutil.disk_usage("/dev/shm").total / 2**30
         hint = "; start the container with --shm-size=16g" if size < 1 else ""
         lines.append(("WARN" if hint else "OK", "/dev/shm", f"{size:.1f} GiB{hint}"))
-    lock = pathlib.Path("/tmp/libtpu_lockfile")
+    lock = pathlib.Path(tempfile.gettempdir()) / "libtpu_lockfile"
     if lock.exists() and jax.default_backend() != "tpu":
         lines.append(("WARN", "TPU", f"{lock} exists: another process may hold the TPU; end it"))
     return lines
