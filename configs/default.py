@@ -77,7 +77,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.prompts = ""  # text file, one prompt a line; or shapes:train:2 (embedded grammar)
     c.prompts_per_step = 8
     c.group_size = 8  # samples per prompt
-    c.reward = ConfigDict(allow_dotted_keys=True)  # name or "pkg.module:function" -> weight
+    c.reward = ConfigDict(allow_dotted_keys=True)  # see wanjax.rewards: name -> weight
+    # a name with a dot in it (a path, an address, a module) can only be set in a config file
     c.reward_failure = "stop"  # or "skip": a sample without a score gets its group's mean
     c.reward_deadline = 600.0  # seconds that one reward may take for one batch of samples
     # ---- GRPO ----

@@ -282,6 +282,6 @@ def test_ready_splits_the_wait_between_rollout_and_decode():
     times: dict = {}
     pairs = [(jnp.zeros(2), jnp.full(2, float(i))) for i in range(3)]
     seen = [float(video[0]) for video in metrics.ready(pairs, times)]
-    assert seen == [0.0, 1.0, 2.0] and set(times) == {"time/rollout", "time/decode"}
-    doubled = metrics.clocked(lambda x: 2 * x, times, "reward")
-    assert doubled(4) == 8 and times["time/reward"] >= 0
+    assert seen == [0.0, 1.0, 2.0] and set(times) == {"time/collect/rollout", "time/collect/decode"}
+    doubled = metrics.clocked(lambda x: 2 * x, times, "collect/reward")
+    assert doubled(4) == 8 and times["time/collect/reward"] >= 0

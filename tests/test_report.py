@@ -102,6 +102,7 @@ def make_run(run_dir, steps=40, done=None, lr=2e-4, gain=1.0, seed=0, samples=6)
                 "time/reward": 0.12,
                 "time/update": 4.2 + rng.normal(0, 0.2) + (20 if step == 0 else 0),
                 "time/checkpoint": 0.2,
+                "time/update/forward": 1.7,  # a part of update: not counted again
             },
         )
     writer.close()
@@ -182,6 +183,7 @@ def test_finished_run_shows_result_videos_curves_times_and_settings(finished, tm
     assert [s["name"] for s in page.charts["grpo/kl"]] == ["high", "low"]
     assert [s["name"] for s in page.charts["lr"]] == [""]  # the same for both experts
     assert "rollout 3." in page.text and "time/wall" not in page.text
+    assert "update/forward" not in page.text
     for text in ("0.3000   300.0  low", "grpo.clip.high", "2,831,424", "tensor"):
         assert text in page.text
 

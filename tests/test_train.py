@@ -151,6 +151,7 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(micro_samples=5), "config.micro_samples = 5"),
     (dict(micro_samples=4), "a batch of 4 samples does not divide over mesh.data"),
     (dict(lora__rank=0, model__param_dtype="int8"), "param_dtype 'int8' is for frozen weights"),
+    (dict(lora__rank=0, lora__start=("a.safetensors",)), "config.lora.rank is 0"),
     (dict(reward_failure="wait"), "config.reward_failure is 'wait'"),
     (dict(best_of=3), "config.best_of is 3"),
     (dict(updates=5), "config.updates"),

@@ -217,11 +217,11 @@ def phase(times: dict[str, float], name: str) -> Iterator[None]:
 
 def ready(pending, times: dict[str, float]) -> Iterator:
     """Yield the videos of (latents, video) pairs, all of them queued on the device in this order,
-    as they become ready, adding the waits to time/rollout and time/decode."""
+    as they become ready, adding the waits to time/collect/rollout and time/collect/decode."""
     for latents, video in pending:
-        with phase(times, "rollout"):
+        with phase(times, "collect/rollout"):
             jax.block_until_ready(latents)
-        with phase(times, "decode"):
+        with phase(times, "collect/decode"):
             jax.block_until_ready(video)
         yield video
 
@@ -240,7 +240,7 @@ def clocked(function: Callable, times: dict[str, float], name: str) -> Callable:
 # Cloud's TPU pages.
 PEAKS = {
     "H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12, "TPU v5p": 459e12,
-    "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v6": 918e12,
+    "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v6": 918e12, "TPU7x": 1153.5e12,
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert import disk
-from wanjax import optim, schedule, sharding, train, trees
+from wanjax import metrics, optim, sharding, train, trees
 from wanjax import state as states
 from wanjax.algorithms import grpo, nft, sft
 from wanjax.models import presets, vae, wan
@@ -62,12 +62,12 @@ class Chip:
 # cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; a tpu7x chip is two devices, halved here.
 # nvidia.com data sheets of H100 SXM and H200: dense bf16, NVLink 900 GB/s both ways.
 CHIPS = {
-    "v5e": Chip(16 * GIB, 197e12, 819e9, 200e9, "splash"),
-    "v5p": Chip(95 * GIB, 459e12, 2765e9, 600e9, "splash"),
-    "v6e": Chip(32 * GIB, 918e12, 1640e9, 448e9, "splash"),
-    "tpu7x": Chip(96 * GIB, 1153.5e12, 3690e9, 600e9, "splash"),
-    "h100": Chip(80e9, 989e12, 3350e9, 450e9, "cudnn"),
-    "h200": Chip(141e9, 989e12, 4800e9, 450e9, "cudnn"),
+    "v5e": Chip(16 * GIB, metrics.PEAKS["TPU v5e"], 819e9, 200e9, "splash"),
+    "v5p": Chip(95 * GIB, metrics.PEAKS["TPU v5p"], 2765e9, 600e9, "splash"),
+    "v6e": Chip(32 * GIB, metrics.PEAKS["TPU v6"], 1640e9, 448e9, "splash"),
+    "tpu7x": Chip(96 * GIB, metrics.PEAKS["TPU7x"], 3690e9, 600e9, "splash"),
+    "h100": Chip(80e9, metrics.PEAKS["H100"], 3350e9, 450e9, "cudnn"),
+    "h200": Chip(141e9, metrics.PEAKS["H200"], 4800e9, 450e9, "cudnn"),
     "cpu": Chip(math.inf, math.inf, math.inf, math.inf, "xla"),
 }
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2,
@@ -177,7 +177,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     batch = math.gcd(*_batches(config, setup))
     heads = setup.model.wan.num_attention_heads
     proposed = propose_mesh(len(devices), batch, heads)
-    grid = _grid(setup)
+    grid = states.token_grid(setup)
     try:
         mesh = sharding.make_mesh(own, devices)
         for size in _batches(config, setup):
@@ -239,11 +239,6 @@ def make_setup(config, model: str, chip: Chip) -> states.Setup:
     return setup
 
 
-def _grid(setup) -> tuple[int, int, int]:
-    shape, patch = states.latent_shape(setup), setup.model.wan.patch_size
-    return tuple(n // p for n, p in zip(shape, patch, strict=False))  # pyright: ignore
-
-
 def _whole(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -280,10 +275,10 @@ def _compile(config, setup, mesh, weights):
     vector = lambda shape, dtype=jnp.float32: whole(jax.ShapeDtypeStruct(shape, dtype))
     context = lambda n: vector((n, rows, model.wan.text_dim))
     key = whole(jax.eval_shape(lambda: jax.random.key(0)))
-    grid, phases = _grid(setup), {}
+    grid, phases = states.token_grid(setup), {}
     forward = wan.forward_flops(model.wan, grid)
     if config.algorithm == "sft":
-        clips = setup.algorithm.batch if hasattr(setup.algorithm, "batch") else config.data.batch
+        clips = setup.algorithm.prompts_per_step
         batch = lambda x0, ctx: sft.Batch(x0, ctx, {}, 0, {})
         x0 = vector((clips, *states.latent_shape(setup)))
         data = jax.eval_shape(lambda *a: sft._noised(batch(*a), setup=setup), x0, context(clips))
@@ -294,7 +289,7 @@ def _compile(config, setup, mesh, weights):
     size, samples = setup.sampling.batch, config.group_size * config.prompts_per_step
     policy = states.rollout_params(state, algorithm.SAMPLED)
     ids = vector((size,), jnp.int32)
-    passes = _forwards(setup)
+    passes = algorithm.forwards(setup)["collect"] // samples
     if config.algorithm == "grpo":
         steps_W = grpo._window(setup, 0)
         slot_I = vector((setup.sampling.schedule.steps,), jnp.int32)
@@ -342,9 +337,9 @@ def _compile(config, setup, mesh, weights):
 def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
     """The phases of one optimizer step, one per expert (or one for both where they mix)."""
     settings, phases = setup.algorithm, {}
-    units = share
+    updates = 1 if algorithm is sft else settings.updates
     index_sets = optim.micro_batches(
-        slots, np.arange(units), micro_samples=settings.micro_samples,
+        slots, np.arange(share), micro_samples=settings.micro_samples,
         micro_steps=settings.micro_steps, mix=settings.mix_experts,
     )  # fmt: skip
     mesh = jax.sharding.get_mesh()
@@ -369,13 +364,8 @@ def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
             guided = 2 if _guided(setup, expert) and algorithm is not sft else 1
             each = one + extra * wan.forward_flops(setup.model.wan, grid)
             flops += slot.size * guided * each
-        phases[f"update {'+'.join(names)}"], _ = _measure(call, flops, settings_updates(settings))
+        phases[f"update {'+'.join(names)}"], _ = _measure(call, flops, updates)
     return phases
-
-
-def settings_updates(settings) -> int:
-    """Optimizer steps per step of the run."""
-    return getattr(settings, "updates", 1)
 
 
 def _extra_forwards(setup, algorithm, expert: str) -> int:
@@ -388,13 +378,6 @@ def _extra_forwards(setup, algorithm, expert: str) -> int:
 
 def _guided(setup, expert: str) -> bool:
     return getattr(setup.sampling.guidance, expert) != 1
-
-
-def _forwards(setup) -> int:
-    """Model calls of one rolled-out sample; guidance makes two."""
-    plan = setup.sampling.schedule
-    owners = [schedule.expert_name(plan, i) for i in range(plan.steps)]
-    return sum(2 if _guided(setup, expert) else 1 for expert in owners)
 
 
 def _abstract(x, where, dtype=None):

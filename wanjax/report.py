@@ -467,7 +467,8 @@ def _phases(runs):
     for run in runs:
         records = run.records[1:] or run.records
         keys = dict.fromkeys(key for r in records for key in r if key.startswith("time/"))
-        keys.pop("time/wall", None)
+        # a phase's own parts, as time/collect/rollout, overlap and would count twice
+        keys = [key for key in keys if key != "time/wall" and key.count("/") == 1]
         means = {key: sum(r.get(key, 0.0) for r in records) / len(records) for key in keys}
         total = sum(means.values())
         if not total > 0:

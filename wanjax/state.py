@@ -392,6 +392,13 @@ def latent_shape(setup: Setup) -> tuple[int, int, int, int]:
     return frames, s.height // side, s.width // side, code.z_dim
 
 
+def token_grid(setup: Setup, latents=None) -> tuple[int, int, int]:
+    """Tokens in time, height and width of latents [T, H, W, C]; None takes the run's."""
+    T, H, W, _ = latent_shape(setup) if latents is None else latents
+    t, h, w = setup.model.wan.patch_size
+    return T // t, H // h, W // w
+
+
 def describe(state: State, setup: Setup) -> str:
     """A table of the trees in the state: role or adapter, expert, parameters, memory on one
     device, trained or frozen."""

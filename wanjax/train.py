@@ -213,9 +213,7 @@ def _loop(job: _Job, algorithm, state, stream):
 def _flops(algorithm, setup, item: states.Item) -> dict[str, float]:
     """Model FLOPs of a step by phase."""
     clips = item.x0_PTHWC
-    shape = states.latent_shape(setup) if clips is None else clips.shape[1:]
-    patch = setup.model.wan.patch_size
-    grid = tuple(size // p for size, p in zip(shape, patch, strict=False))
+    grid = states.token_grid(setup, None if clips is None else clips.shape[1:])
     one = wan.forward_flops(setup.model.wan, grid)
     return {name: one * count for name, count in algorithm.forwards(setup).items()}
 
@@ -378,9 +376,7 @@ def _placed(roles: dict, mesh) -> dict:
 
 def _check_mesh(setup, mesh) -> None:
     """Raise ValueError when a batch that occurs cannot run on the mesh."""
-    patch = setup.model.wan.patch_size
-    grid = (n // p for n, p in zip(states.latent_shape(setup), patch, strict=False))
-    tokens = math.prod(grid)
+    tokens = math.prod(states.token_grid(setup))
     for size in {setup.sampling.batch, setup.algorithm.micro_samples}:
         wan.check_mesh(setup.model.wan, dict(mesh.shape), size, tokens)
 
@@ -433,6 +429,11 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         raise ValueError(
             f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
             "config.lora.rank above 0, or param_dtype to float32"
+        )
+    if config.lora.start and not config.lora.rank:
+        raise ValueError(
+            "config.lora.start names adapters but config.lora.rank is 0; set the rank they were "
+            "trained with, or start from a folder that convert.weights --lora merged them into"
         )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)

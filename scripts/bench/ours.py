@@ -17,6 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from report_table import timed
 
 from wanjax import optim, sampler, schedule
 from wanjax import state as states
@@ -203,16 +204,8 @@ def _grid(x_BTHWC):
 
 
 def _timed(call, repeats, flops=None) -> dict:
-    start = time.perf_counter()
-    call(0)
-    first, seconds = time.perf_counter() - start, []
-    for i in range(1, repeats + 1):
-        start = time.perf_counter()
-        call(i)
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    row = {"seconds": round(median, 4), "first_s": round(first, 1)}
-    return row | ({"tflops": round(flops / median / 1e12, 1)} if flops else {})
+    row = timed(call, repeats)
+    return row | ({"tflops": round(flops / row["seconds"] / 1e12, 1)} if flops else {})
 
 
 FIGURES = {

@@ -14,6 +14,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from report_table import timed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRPO = dict(steps=10, samples=16, rank=64, shift=12.0, boundary=0.875)
@@ -253,18 +254,6 @@ def random(*shape):
 def synchronize():
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-
-
-def timed(call, repeats) -> dict:
-    start = time.perf_counter()
-    call(0)
-    synchronize()
-    first, seconds = time.perf_counter() - start, []
-    for i in range(1, repeats + 1):
-        start = time.perf_counter()
-        call(i)
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": round(statistics.median(seconds), 4), "first_s": round(first, 1)}
 
 
 FIGURES = {

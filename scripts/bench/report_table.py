@@ -1,7 +1,20 @@
-"""Write the rows of one benchmark script into its section of a markdown file, leaving the others
-alone."""
+"""What the benchmarks share: timing of a call, and writing the rows of one script into its section
+of a markdown file."""
 
 import pathlib
+import statistics
+import time
+
+
+def timed(call, repeats: int) -> dict:
+    """Median seconds of call(1), call(2), …, and those of call(0), which compiles; a call must end
+    with a value that the host fetched."""
+    seconds = []
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        call(i)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": round(statistics.median(seconds[1:]), 4), "first_s": round(seconds[0], 1)}
 
 
 def write_section(path: pathlib.Path, script: str, card: str, rows: list[dict]) -> None:

@@ -125,7 +125,7 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
         pending.append((trajectory, x0, video))
     times: dict[str, float] = {}
     videos = metrics.ready([(x0, video) for _, x0, video in pending], times)
-    reward = metrics.clocked(tools.reward, times, "reward")
+    reward = metrics.clocked(tools.reward, times, "collect/reward")
     texts = [prompt for prompt in item.texts for _ in range(K)]
     scores_MPK, found = rewards.score(
         videos, texts, reward, setup.rewards,
@@ -159,8 +159,8 @@ def forwards(setup: states.Setup) -> dict[str, int]:
         for e, slots in _slots(setup, _window(setup, 0)).items()
     )
     kept = config.best_of or config.group_size
-    samples = config.prompts_per_step * np.array([config.group_size, kept])
-    return {"collect": int(samples[0]) * collect, "update": int(samples[1]) * update}
+    prompts = config.prompts_per_step
+    return {"collect": prompts * config.group_size * collect, "update": prompts * kept * update}
 
 
 def update(state, setup, batch: Batch):

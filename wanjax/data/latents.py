@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding
 
 from wanjax import sharding
 from wanjax import state as states
-from wanjax.data import cache, text
+from wanjax.data import cache, prompts, text
 from wanjax.models import condition, presets, vae
 
 Shape = tuple[int, ...]
@@ -218,15 +218,9 @@ class LatentStream:
 
     def resume(self, state: dict) -> int:
         """Return the next step of a saved state; ValueError if it is of another stream."""
-        expected = self.state(state["step"])
-        changed = [key for key in expected if state.get(key) != expected[key]]
-        if changed:
-            listed = ", ".join(f"{key} {state.get(key)} -> {expected[key]}" for key in changed)
-            raise ValueError(
-                f"the clips of this run have changed since its checkpoint ({listed}); restore "
-                "config.data and the folder it names, or choose another run name"
-            )
-        return state["step"]
+        return prompts.next_step(
+            state, self.state(state["step"]), "clips", "config.data and the folder it names"
+        )
 
     @functools.cached_property
     def _groups(self):

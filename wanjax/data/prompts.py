@@ -69,12 +69,18 @@ class PromptStream:
 
     def resume(self, state: dict[str, int]) -> int:
         """Return the next step of a saved state; ValueError if it is of another stream."""
-        expected = self.state(state["step"])
-        changed = [key for key in expected if state.get(key) != expected[key]]
-        if changed:
-            listed = ", ".join(f"{key} {state.get(key)} -> {expected[key]}" for key in changed)
-            raise ValueError(
-                f"the prompts of this run have changed since its checkpoint ({listed}); "
-                "restore the prompts file and the prompts per step, or choose another run name"
-            )
-        return state["step"]
+        return next_step(
+            state, self.state(state["step"]), "prompts", "the prompts file and the prompts per step"
+        )
+
+
+def next_step(state: dict, expected: dict, what: str, restore: str) -> int:
+    """Return the step of a saved stream state; ValueError if it differs from the expected one."""
+    changed = [key for key in expected if state.get(key) != expected[key]]
+    if changed:
+        listed = ", ".join(f"{key} {state.get(key)} -> {expected[key]}" for key in changed)
+        raise ValueError(
+            f"the {what} of this run have changed since its checkpoint ({listed}); restore "
+            f"{restore}, or choose another run name"
+        )
+    return state["step"]
