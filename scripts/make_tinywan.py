@@ -215,7 +215,9 @@ def encode_bank(args):
 def train_dit(args):
     """Train text encoder and experts, round by round; False when the time ran out.
 
-    Until --shared_steps one network learns all times; its two copies then become the experts.
+    Until --image_steps the clips are first frames alone, which teach words, shapes and places at a
+    fraction of the cost. Until --shared_steps one network learns all times; its two copies then
+    become the experts. The rate is constant between its warm-up and the last --decay_steps.
     """
     done = _info(args.out, "dit")
     if done.get("finished"):
@@ -227,16 +229,25 @@ def train_dit(args):
     else:
         params = {"high": _expert_init(SEED(10)), "text": umt5.init(SEED(13), text_config())}
         ema = jax.tree.map(jnp.copy, params)
-    rate = optax.warmup_cosine_decay_schedule(
-        0, args.rate, args.dit_steps // 32, args.dit_steps, 0.05 * args.rate
+    flat = args.dit_steps - args.decay_steps
+    rate = optax.join_schedules(
+        [
+            optax.linear_schedule(0, args.rate, 500),
+            optax.linear_schedule(args.rate, 0.02 * args.rate, args.decay_steps),
+        ],
+        [flat],
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.01))
     opt = _with_moments(tx.init(params), moments, step) if step else tx.init(params)
-    grad = jax.grad(functools.partial(_dit_loss, batch=args.batch), has_aux=True)
+    grad = jax.grad(_dit_loss, has_aux=True)
 
-    @functools.partial(jax.jit, donate_argnames=("params", "ema", "opt"))
-    def update(params, ema, opt, bank, step):
-        grads, losses = grad(params, bank, jax.random.fold_in(SEED(11), step))
+    @functools.partial(
+        jax.jit, static_argnames=("images",), donate_argnames=("params", "ema", "opt")
+    )
+    def update(params, ema, opt, bank, step, images):
+        batch = args.image_batch if images else args.batch
+        picked, key = _pick_batch(bank, jax.random.fold_in(SEED(11), step), batch, images)
+        grads, losses = grad(params, *picked, key)
         updates, opt = tx.update(grads, opt, params)
         params = optax.apply_updates(params, updates)
         weight = jnp.maximum(args.ema, 1 / (1 + step.astype(jnp.float32)))
@@ -250,11 +261,12 @@ def train_dit(args):
             opt = _with_moments(tx.init(params), (mu, nu), step)
         sums = []
         for _ in range(args.round_steps):
-            params, ema, opt, losses = update(params, ema, opt, bank, jnp.int32(step))
+            images = step < args.image_steps
+            params, ema, opt, losses = update(params, ema, opt, bank, jnp.int32(step), images)
             sums.append(losses)
             step += 1
         record = {k: round(float(np.mean([s[k] for s in sums])), 4) for k in losses}
-        for split, count in CATEGORIES:
+        for split, count in CATEGORIES if step > args.image_steps else ():
             captions = captions_of(split, count, args.prompts, seed=20)
             frames = run(ema, vae_params, captions, GUIDANCE)
             record[f"{split}_{count}"] = success(frames, captions)
@@ -262,7 +274,7 @@ def train_dit(args):
         history.append(record)
         print(f"dit {record}", flush=True)
         finished = "low" in params and (
-            record["heldout_2"] >= args.target or step >= args.dit_steps
+            record.get("heldout_2", 0) >= args.target or step >= args.dit_steps
         )
         mu, nu = _moments(opt)
         _save(args.out, params=params, ema=ema, mu=mu, nu=nu)
@@ -286,12 +298,18 @@ def _fork(tree):
     return tree | {"low": jax.tree.map(jnp.copy, tree["high"])}
 
 
-def _dit_loss(params, bank, key, *, batch):
-    """Sum of the experts' flow losses on one batch of the bank, and each of them."""
-    _, ids_MS, mask_MS = caption_table()
-    k_pick, k_drop, k_low, k_high = jax.random.split(key, 4)
+def _pick_batch(bank, key, batch, images):
+    """(latents, rows) of clips of the bank, or of their first frames, and a key for the loss."""
+    k_pick, key = jax.random.split(key)
     chosen = jax.random.randint(k_pick, (batch,), 0, len(bank["rows"]))
-    x0, rows = bank["latents"][chosen].astype(jnp.float32), bank["rows"][chosen]
+    latents = bank["latents"][:, :1] if images else bank["latents"]
+    return (latents[chosen].astype(jnp.float32), bank["rows"][chosen]), key
+
+
+def _dit_loss(params, x0, rows, key):
+    """Sum of the experts' flow losses on one batch, and each of them."""
+    _, ids_MS, mask_MS = caption_table()
+    k_drop, k_low, k_high = jax.random.split(key, 3)
     rows = jnp.where(jax.random.uniform(k_drop, rows.shape) < 0.1, len(ids_MS) - 1, rows)
     ids_BS, mask_BS = jnp.asarray(ids_MS)[rows], jnp.asarray(mask_MS)[rows]
     ctx = umt5.encode(params["text"], ids_BS, mask_BS, config=text_config())
@@ -302,7 +320,7 @@ def _dit_loss(params, bank, key, *, batch):
     losses = {}
     for expert, (k_expert, low, high) in ranges.items():
         k_time, k_noise = jax.random.split(k_expert)
-        u_B = jax.random.uniform(k_time, (batch,), minval=low, maxval=high)
+        u_B = jax.random.uniform(k_time, rows.shape, minval=low, maxval=high)
         s_B = schedule.shift_map(u_B, SHIFT)
         s_B1111 = s_B[:, None, None, None, None]
         eps = jax.random.normal(k_noise, x0.shape)
@@ -621,6 +639,9 @@ def _arguments():
     parser.add_argument(
         "--shared_steps", type=int, default=4000, help="steps before the experts part"
     )
+    parser.add_argument("--image_steps", type=int, default=4000, help="steps on single frames")
+    parser.add_argument("--image_batch", type=int, default=512)
+    parser.add_argument("--decay_steps", type=int, default=4000, help="last steps, rate to 2 %%")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--ema", type=float, default=1e-3, help="least weight of a step in the EMA")
     parser.add_argument("--round_steps", type=int, default=1000, help="steps between evaluations")

@@ -159,7 +159,8 @@ def make_config(model: str, workdir, **changes):
     c.sampling.height = c.sampling.width = 16
     c.negative_prompt = ""
     prompts = pathlib.Path(model).parent / "prompts.txt"
-    prompts.write_text("red circle\nblue circle\nred\nblue\n")
+    if not prompts.exists():  # several processes may share it
+        prompts.write_text("red circle\nblue circle\nred\nblue\n")
     c.prompts = c.eval.prompts = str(prompts)
     c.eval.number, c.eval.samples = 2, 1
     c.prompts_per_step, c.group_size, c.micro_samples = 2, 4, 8
