@@ -136,6 +136,10 @@ def get_config(preset: str = "") -> ConfigDict:
     c.dmd2.ema_start = 200  # student updates before averaging begins
     c.dmd2.warm_steps = 0  # first steps that regress on the teacher's own trajectories
     c.dmd2.warm_substeps = 12  # of the teacher in each step of the student
+    c.dmd2.gan_weight = 0.0  # of a GAN loss on clips of config.data; FastGen: 0.03, CausVid 0.001
+    c.dmd2.gan_critic_weight = 1e-2
+    c.dmd2.gan_penalty = 0.0  # approximate R1
+    c.dmd2.divergence = "rkl"  # rkl, kl, js, jeffreys, hellinger; all but rkl need config.data
     c.roles = ConfigDict()  # a path of "" shares the weights of config.model
     c.roles.teacher = ConfigDict(dict(path="", param_dtype="bfloat16"))
     c.roles.critic = ConfigDict(dict(path="", param_dtype="bfloat16"))

@@ -1,4 +1,4 @@
-"""Pre-train TinyWan2.2, the embedded two-expert text-to-video model, on one GPU.
+"""Pre-train TinyWan2.2, the embedded two-expert text-to-video model, on a GPU or on CPU cores.
 
     python scripts/make_tinywan.py vae --out DIR        render clips, train the VAE
     python scripts/make_tinywan.py encode --out DIR     render clips, encode them for the experts
@@ -8,7 +8,9 @@
     python scripts/make_tinywan.py export --out DIR --to wanjax/assets/tinywan22
 
 Every command stops after --minutes with its state in DIR and goes on from there when it is started
-again. Clips are rendered on the device. The VAE learns reconstruction with a small KL term:
+again. Clips are rendered on the device, and split over devices where there are several (two CPU
+devices, JAX_NUM_CPU_DEVICES=2, use two cores better than one does). The VAE learns reconstruction
+with a small KL term:
 
     |x - d(z)| + (x - d(z))^2 + kl * KL(q(z|x) || N(0, 1)),   means over pixels and over latents.
 
@@ -38,7 +40,7 @@ import optax
 import safetensors.numpy
 import tiny_tokenizer
 
-from wanjax import sampler, schedule, trees
+from wanjax import sampler, schedule, sharding, trees
 from wanjax.data import text
 from wanjax.models import presets, umt5, vae, wan
 from wanjax.rewards import shapes
@@ -58,10 +60,10 @@ VAE = vae.VAEConfig(
 )
 TEXT = umt5.UMT5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
 WAN = wan.WanConfig(
-    num_attention_heads=4, attention_head_dim=32, num_layers=5, ffn_dim=384, text_dim=64
+    num_attention_heads=4, attention_head_dim=32, num_layers=4, ffn_dim=384, text_dim=64
 )
 HALF = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-TRAIN = dataclasses.replace(WAN, dtype=HALF, attention="xla")
+TRAIN = dataclasses.replace(WAN, dtype=HALF, attention="xla", remat="full")  # quicker on CPUs too
 SHIFT, BOUNDARY, GUIDANCE, STEPS = 5.0, 0.875, 3.0, 10
 LATENT = (1 + (shapes.FRAMES - 1) // 4, shapes.SIZE // 8, shapes.SIZE // 8, Z)
 CHUNK = LATENT[0] - 1  # all latent frames after the first at once
@@ -81,7 +83,9 @@ def main():
     stages = {"vae": train_vae, "encode": encode_bank, "dit": train_dit, "evaluate": evaluate}
     chosen = {"all": list(stages.values()), "export": [export]}
     for stage in chosen.get(args.command) or [stages[args.command]]:
-        if not stage(args):
+        with sharding.use_mesh(sharding.make_mesh({"data": -1})):
+            done = stage(args)
+        if not done:
             print(f"{stage.__name__}: out of time, start the same command again", flush=True)
             break
 
@@ -303,7 +307,8 @@ def _pick_batch(bank, key, batch, images):
     k_pick, key = jax.random.split(key)
     chosen = jax.random.randint(k_pick, (batch,), 0, len(bank["rows"]))
     latents = bank["latents"][:, :1] if images else bank["latents"]
-    return (latents[chosen].astype(jnp.float32), bank["rows"][chosen]), key
+    latents = _split(latents[chosen].astype(jnp.float32))
+    return (latents, bank["rows"][chosen]), key
 
 
 def _dit_loss(params, x0, rows, key):
@@ -323,7 +328,7 @@ def _dit_loss(params, x0, rows, key):
         u_B = jax.random.uniform(k_time, rows.shape, minval=low, maxval=high)
         s_B = schedule.shift_map(u_B, SHIFT)
         s_B1111 = s_B[:, None, None, None, None]
-        eps = jax.random.normal(k_noise, x0.shape)
+        eps = _split(jax.random.normal(k_noise, x0.shape))
         x_t = (1 - s_B1111) * x0 + s_B1111 * eps
         v = wan.denoise(params[expert], None, x_t, 1000 * s_B, ctx, config=TRAIN)
         losses[expert] = ((v - (eps - x0)) ** 2).mean()
@@ -380,7 +385,7 @@ def _sampler(config, steps, size):
 
             return guided
 
-        x = sampler.initial_noise(SEED(40), jnp.arange(len(ids_BS) // 2), LATENT)
+        x = _split(sampler.initial_noise(SEED(40), jnp.arange(len(ids_BS) // 2), LATENT))
         experts = {name: velocity(name) for name in ("high", "low")}
         z = sampler.sample(experts, x, plan, solver="unipc")
         return vae.decode(vae_params, z, config=config, step=CHUNK)
@@ -450,7 +455,11 @@ def pick(key, table, number, share=0.3):
 def draw(key, table, rows):
     """Clips [B,T,H,W,3] in [-1, 1] of table rows."""
     packed = {name: jnp.asarray(values)[rows] for name, values in table.items()}
-    return shapes.render(key, packed) * 2 - 1
+    return _split(shapes.render(key, packed) * 2 - 1)
+
+
+def _split(x_BTHWC):
+    return sharding.constrain(x_BTHWC, "batch", None, None, None, None)
 
 
 # ---- export ----

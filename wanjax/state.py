@@ -51,6 +51,7 @@ class State(struct.PyTreeNode):
     adapters: dict  # name -> expert -> tree; {} when full weights are trained
     opt: dict  # expert -> optimizer state
     role_opt: dict = struct.field(default_factory=dict)  # the same of other trained roles, by role
+    running: dict = struct.field(default_factory=dict)  # statistics of an algorithm, by its names
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,8 @@ def saved(state: State, setup: Setup) -> dict:
         role: {"trained": trainable(state, setup, role), "opt": opt}
         for role, opt in state.role_opt.items()
     }
-    return kept | ({"roles": roles} if roles else {})
+    kept |= {"roles": roles} if roles else {}
+    return kept | ({"running": state.running} if state.running else {})
 
 
 def with_saved(state: State, setup: Setup, tree: dict) -> State:
@@ -285,7 +287,8 @@ def with_saved(state: State, setup: Setup, tree: dict) -> State:
     for role, saved_role in roles.items():
         state = replace_trainable(state, setup, saved_role["trained"], role)
     opt = {role: saved_role["opt"] for role, saved_role in roles.items()}
-    return state.replace(step=tree["step"], opt=tree["opt"], role_opt=opt)
+    running = tree.get("running", {})
+    return state.replace(step=tree["step"], opt=tree["opt"], role_opt=opt, running=running)
 
 
 def velocity(

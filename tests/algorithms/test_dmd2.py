@@ -525,3 +525,100 @@ def test_recipes_have_known_keys_and_the_split_they_name(preset):
     dmd2.check(setup)
     assert setup.sampling.schedule.expert.tolist() == [1, 1, 0, 0]
     assert setup.algorithm.guidance == {"high": 4.0, "low": 3.0}
+
+
+# ---- the GAN head ----
+
+GAN = _setup(
+    dmd2__student_every=2,
+    dmd2__gan_weight=0.5,
+    dmd2__gan_critic_weight=1.0,
+    dmd2__gan_penalty=0.1,
+    dmd2__divergence="js",
+    setup__experts=("low",),
+)
+
+
+def _clips(seed=3):
+    shape = (2, *states.latent_shape(GAN))
+    return 2 + 0.1 * jax.random.normal(jax.random.key(seed), shape)
+
+
+def _critic_steps(state, steps):
+    """State and metrics after critic passes on fixed real clips."""
+    history = []
+    for _ in range(steps):
+        batch = _only(_collect(GAN, state, _clips()), "critic")
+        state, metrics = dmd2.update(state, GAN, batch)
+        history.append(metrics)
+        state = state.replace(step=jnp.zeros((), jnp.int32))
+    return state, history
+
+
+def test_gan_head_learns_to_tell_clips_apart_and_then_moves_the_student():
+    start = _start(GAN)
+    heads = lambda state: state.adapters["critic"]["low"][dmd2.HEAD]
+    state, history = _critic_steps(jax.tree.map(jnp.copy, start), 25)
+    first, last = history[0], history[-1]
+    np.testing.assert_allclose(first["critic/gan_loss/low"], 2 * np.log(2), rtol=1e-6)
+    assert first["critic/gan_penalty/low"] == 0
+    assert last["critic/gan_loss/low"] < 0.3 and last["critic/gan_accuracy/low"] > 0.9
+    assert not _equal(heads(state), heads(start))
+    assert _equal(state.running, {"high": jnp.ones(10), "low": jnp.ones(10)})
+    # the student's turn: the head stays, the ratios of its clips are small and remembered
+    batch = _collect(GAN, state.replace(step=jnp.ones((), jnp.int32)), _clips())
+    state = state.replace(step=jnp.ones((), jnp.int32))
+    after, metrics = _update(GAN, state, _only(batch, "student"))
+    assert _equal(heads(after), heads(state))
+    assert metrics["dmd2/ratio/low"] < 1 and metrics["dmd2/gan/low"] > np.log(2)
+    assert after.running["low"].min() < 1 and _equal(after.running["high"], jnp.ones(10))
+
+
+def test_gan_gradient_is_added_to_the_students():
+    """With a weight of 0 but the same ratios, the difference is the GAN term's gradient alone."""
+    state, _ = _critic_steps(_start(GAN), 3)
+    state = state.replace(step=jnp.ones((), jnp.int32))
+    batch = _only(_collect(GAN, state, _clips()), "student")
+    moved = []
+    for weight in (0.5, 1e-9):
+        algorithm = dataclasses.replace(GAN.algorithm, gan_weight=weight)
+        setup = dataclasses.replace(GAN, algorithm=algorithm)
+        after, metrics = _update(setup, state, batch)
+        moved.append((after.adapters["default"]["low"], metrics["grad_norm/low"]))
+    assert not _equal(moved[0][0], moved[1][0]) and moved[0][1] != moved[1][1]
+
+
+def test_gan_does_not_depend_on_micro_batches_and_resumes():
+    state, _ = _critic_steps(_start(GAN), 2)
+    state = state.replace(step=jnp.ones((), jnp.int32))
+    batch = _collect(GAN, state, _clips())
+    split = dataclasses.replace(GAN, algorithm=dataclasses.replace(GAN.algorithm, micro_samples=2))
+    (one, _), (two, _) = (_update(setup, state, batch) for setup in (GAN, split))
+    _close(one.running, two.running, 1e-6)
+    _close(one.adapters, two.adapters, 1e-3)
+    kept = states.saved(one, GAN)
+    again = states.with_saved(_start(GAN), GAN, kept)
+    assert _equal(again, one)
+
+
+def test_gan_with_full_weights_trains_the_critics_own_tree():
+    setup = dataclasses.replace(GAN, lora=states.LoraConfig(rank=0))
+    state = _start(setup)
+    batch = _only(_collect(setup, state, _clips()), "critic")
+    after, metrics = _update(setup, state, batch)
+    assert metrics["critic/gan_loss/low"] > 0
+    assert not _equal(
+        after.params["critic"]["low"][dmd2.HEAD], state.params["critic"]["low"][dmd2.HEAD]
+    )
+    assert _equal(after.params["student"], state.params["student"])
+
+
+def test_gan_needs_clips_and_known_words():
+    with pytest.raises(ValueError, match="set config.data.path to cached clips"):
+        _collect(GAN, _start(GAN))
+    wrong = dataclasses.replace(GAN.algorithm, divergence="tv")
+    with pytest.raises(ValueError, match="config.dmd2.divergence is 'tv'"):
+        dmd2.check(dataclasses.replace(GAN, algorithm=wrong))
+    wrong = dataclasses.replace(GAN.algorithm, gan_weight=-1.0)
+    with pytest.raises(ValueError, match="config.dmd2.gan_weight is -1.0"):
+        dmd2.check(dataclasses.replace(GAN, algorithm=wrong))

@@ -499,9 +499,12 @@ def test_f_weights_are_r_squared_times_the_second_derivative_of_the_generator():
 def test_density_ratios_are_normalised_in_their_timestep_bin():
     logit = jnp.log(jnp.array([[2.0], [4.0], [9.0], [1e9]]))
     t_B = jnp.array([10.0, 20.0, 990.0, 1000.0])
-    ratio_B, mean_N = dmd2.density_ratio(logit, t_B, jnp.ones(3), decay=0.5)
+    ratio_B, found = dmd2.density_ratio(logit, t_B, jnp.ones(3))
+    np.testing.assert_allclose(ratio_B, [2, 4, 9, np.exp(5)], rtol=1e-5)
+    mean_N = dmd2.ratio_mean(jnp.ones(3), *found, 0.5)
     last = 0.5 + 0.5 * (9 + np.exp(5)) / 2
     np.testing.assert_allclose(mean_N, [2, 1, last], rtol=1e-5)  # 0.5·1 + 0.5·3 = 2
+    ratio_B, _ = dmd2.density_ratio(logit, t_B, mean_N)
     np.testing.assert_allclose(ratio_B, [1, 2, 9 / last, np.exp(5) / last], rtol=1e-5)
 
 
@@ -536,7 +539,7 @@ def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="shapes differ"):
         dmd2.guided(x, x[:1], 2.0)
     with pytest.raises(ValueError, match=r"t has shape \(3,\)"):
-        dmd2.density_ratio(x, jnp.ones(3), jnp.ones(4), decay=0.9)
+        dmd2.density_ratio(x, jnp.ones(3), jnp.ones(4))
     with pytest.raises(ValueError, match="dmd2.divergence is 'tv'"):
         dmd2.f_weight("tv", jnp.ones(2))
     with pytest.raises(ValueError, match=r"dmd2.steps is \[500, 1000\]"):

@@ -252,3 +252,19 @@ def test_wrong_shapes_are_refused(change, text):
             jax.ShapeDtypeStruct((1,), jnp.float32),
             jax.ShapeDtypeStruct(shapes["ctx"], jnp.float32),
         )  # fmt: skip
+
+
+def test_features_are_the_outputs_of_diffusers_blocks(rng):
+    model, params, config = _models("t2v", text_len=12)
+    x, t, ctx, cond = _inputs(rng, config, "t2v", 2, rows=12)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *args: seen.append(args[2].detach()))
+    _torch_forward(model, x, t, ctx, cond, "t2v")
+    layers = (0, config.num_layers - 1)
+    found = wan.features(params, None, x, t, ctx, config=config, layers=layers)
+    for layer, got in zip(layers, found, strict=True):
+        assert _relative(got, seen[layer]) <= 1e-5
+    with sharding.use_mesh(sharding.make_mesh({"stage": 2}, jax.devices()[:2])):
+        with pytest.raises(ValueError, match="config.mesh.stage to 1"):
+            wan.features(params, None, x, t, ctx, config=config, layers=layers)

@@ -14,6 +14,11 @@ student moves at every `student_every`-th step, the critic at every step, `ema` 
 The first `warm_steps` steps instead regress the student on x_s of the teacher's own ODE from the
 same x_i (Self-Forcing, 2506.08009), and leave the critic alone.
 
+gan_weight or a divergence other than rkl adds a GAN head on the critic's blocks (see
+models.discriminator): it learns in the critic's pass to tell the student's clips from real ones,
+which the data must then give; the student's pass pulls towards its "real", and a divergence weighs
+samples by the density ratio that it implies. Head and critic are trained as one tree.
+
 Exit steps and score regions are drawn on the host from (seed, step, expert, pass); levels and noise
 of a sample are functions of the same and its number.
 
@@ -31,12 +36,15 @@ import numpy as np
 from wanjax import optim, sampler, schedule, sharding, trees
 from wanjax import state as states
 from wanjax.losses import dmd2, flow
+from wanjax.models import condition, discriminator
 
 DATA = "either"  # prompts, or clips where the config names some
 SAMPLED, EVALUATED = "default", "ema"
 ROLLOUTS = ("simulate", "data_latent")
 SOLVERS = ("euler", "renoise")  # ODE and SDE form of the few-step sampler
 PASSES = ("student", "critic", "warm")
+HEAD = "gan_head"  # beside the critic's own weights in the tree that is trained
+RATIO_BINS, RATIO_DECAY = 10, 0.99  # of the density ratios' running mean over time
 MARGIN = 0.02  # of the unshifted time between σ_s and the levels scored, where v* has a pole
 
 
@@ -58,6 +66,15 @@ class Config:
     ema_start: int = 200  # student updates before averaging begins
     warm_steps: int = 0
     warm_substeps: int = 12  # of the teacher's ODE in each step of the student
+    gan_weight: float = 0.0  # of the GAN loss beside the student's
+    gan_critic_weight: float = 1e-2  # of the GAN loss beside the critic's
+    gan_penalty: float = 0.0  # of the approximate R1 penalty beside the critic's GAN loss
+    divergence: str = "rkl"  # see losses.dmd2.F_WEIGHTS
+
+    @property
+    def adversarial(self) -> bool:
+        """Whether there is a GAN head."""
+        return self.gan_weight > 0 or self.divergence != "rkl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +129,14 @@ def check(setup: states.Setup) -> None:
             f"config.dmd2.t_lo and t_hi are {config.t_lo}, {config.t_hi}; expected 0 < t_lo < t_hi "
             "< 1000"
         )
-    for name, low in (("student_every", 1), ("warm_steps", 0), ("warm_substeps", 1)):
+    least = {"student_every": 1, "warm_steps": 0, "warm_substeps": 1, "gan_weight": 0}
+    for name, low in {**least, "gan_critic_weight": 0, "gan_penalty": 0}.items():
         if getattr(config, name) < low:
             raise ValueError(f"config.dmd2.{name} is {getattr(config, name)}; expected {low} up")
+    if config.divergence not in dmd2.F_WEIGHTS:
+        raise ValueError(
+            f"config.dmd2.divergence is {config.divergence!r}; expected one of {[*dmd2.F_WEIGHTS]}"
+        )
     if not 0 <= config.ema_decay < 1:
         raise ValueError(f"config.dmd2.ema_decay is {config.ema_decay}; expected [0, 1)")
     if config.updates != 1:
@@ -155,7 +177,21 @@ def init(key, setup: states.Setup, params: dict) -> states.State:
     for number, role in enumerate(("teacher", "critic")):
         role_key = jax.random.fold_in(key, 100 + number)
         state = states.with_role(role_key, state, setup, role, params.get(role))
+    if setup.algorithm.adversarial:
+        state = _with_heads(jax.random.fold_in(key, 200), state, setup)
     return states.average(state, "ema", jax.tree.map(jnp.copy, states.trainable(state, setup)))
+
+
+def _with_heads(key, state: states.State, setup: states.Setup) -> states.State:
+    """State with a GAN head for every expert of the critic."""
+    model = setup.roles.get("critic", setup.model)
+    for expert, tree in states.trainable(state, setup, "critic").items():
+        head = discriminator.init(jax.random.fold_in(key, _number(expert)), model.wan)
+        tree = {**tree, HEAD: head}
+        opt = optim.make(setup.role_optim["critic"][expert]).init(tree)
+        state = states.replace_trainable(state, setup, {expert: tree}, "critic")
+        state = states.replace_optimizers(state, {expert: opt}, "critic")
+    return state.replace(running={e: jnp.ones(RATIO_BINS) for e in model.experts})
 
 
 def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
@@ -166,12 +202,17 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
             "config.dmd2.rollout is 'data_latent' but the data are texts alone; set "
             "config.data.path to cached clips, or config.dmd2.rollout to 'simulate'"
         )
+    if config.adversarial and item.x0_PTHWC is None:
+        raise ValueError(
+            "config.dmd2.gan_weight or divergence asks for a GAN head but the data are texts "
+            "alone; set config.data.path to cached clips, or gan_weight = 0 and divergence = 'rkl'"
+        )
     step = int(state.step)
     repeat = lambda a: jnp.repeat(jnp.asarray(a), config.group_size, axis=0)
     rows = {
         "ctx": repeat(item.ctx_PSE),
         "cond": jax.tree.map(repeat, item.cond),
-        "x0": repeat(item.x0_PTHWC) if config.rollout == "data_latent" else None,
+        "x0": None if item.x0_PTHWC is None else repeat(item.x0_PTHWC),
     }
     latents, metrics = {}, {}
     for name in _passes(setup, step):
@@ -225,7 +266,7 @@ def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, ex
             continue
         policy = states.rollout_params(state, SAMPLED)
         level = _level(setup, expert, exit_step)
-        if part["x0"] is not None:
+        if setup.algorithm.rollout == "data_latent":
             noise = _noise(key, ids, part["x0"].shape[1:])
             x = flow.add_noise(part["x0"], noise, level["sigma"])
         else:
@@ -233,7 +274,7 @@ def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, ex
             x = _rollout(used, part, uncond_1SE, key, ids, exit_step, setup=setup)
         if name == "critic":
             x = _last_call(policy[expert], part, x, level, setup=setup)
-        parts.append({"x": x})
+        parts.append({"x": x} | ({"real": part["x0"]} if setup.algorithm.adversarial else {}))
     return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
@@ -252,9 +293,13 @@ def _take(state, setup, batch: Batch, expert: str, name: str):
     trained, opt, metrics = _optimize(
         states.trainable(state, setup, role)[moved], states.optimizers(state, role)[moved],
         states.frozen(state, setup, role)[moved], judges,
-        _data(setup, batch, expert, name, exit_step, region), rows,
+        _data(state, setup, batch, expert, name, exit_step, region), rows,
         setup=setup, task=name, scale=config.guidance[region.teacher], config=optims[moved],
     )  # fmt: skip
+    if config.adversarial and name == "student":
+        found = (metrics.pop(f"ratio_{kind}").sum(0) for kind in ("sum", "count"))
+        mean_N = dmd2.ratio_mean(state.running[region.critic], *found, RATIO_DECAY)
+        state = state.replace(running={**state.running, region.critic: mean_N})
     state = states.replace_trainable(state, setup, {moved: trained}, role)
     state = states.replace_optimizers(state, {moved: opt}, role)
     prefix = {"student": "", "critic": "critic/", "warm": ""}[name]
@@ -323,15 +368,18 @@ def _optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, c
             part["x"],
             data["level"],
             functools.partial(_velocity, part, data["uncond_1SE"], setup=setup),
+            functools.partial(_logits, part, setup=setup),
             functools.partial(_scored, data["level"], data["keys"], ids, setup=setup),
+            functools.partial(_real, data["level"], data["keys"], ids, part["x"], setup=setup),
             first=1 if part["cond"] and "first" in part["cond"] else 0,
         )
         if task == "critic":
-            value, aux = _critic_loss(own, micro)
+            value, aux = _critic_loss(own, micro, setup.algorithm)
         elif task == "warm":
             value, aux = _warm_loss(own, micro)
         else:
-            value, aux = _student_loss(own, judges, micro, scale, setup.algorithm.floor)
+            mean_N = data["ratio_mean_N"]
+            value, aux = _student_loss(own, judges, micro, scale, mean_N, setup.algorithm)
         return value, {task: aux}
 
     moved, opts, metrics = optim.step(
@@ -347,7 +395,9 @@ class _Micro:
     x: dict  # latents by name
     level: dict
     velocity: Any  # (weights, role, guidance) -> (x, t_B) -> v
+    logits: Any  # (critic's weights, x_t, t_B) -> logits of its GAN head
     scored: Any  # clips -> (x_t, velocity target, σ, t)
+    real: Any  # () -> (real clips at the levels of `scored`, the same with 0.1·ε more)
     first: int  # frames that are given and not made
 
     def made(self, *arrays):
@@ -355,25 +405,44 @@ class _Micro:
         return [a[:, self.first :] for a in arrays]
 
 
-def _student_loss(own, judges: dict, micro: _Micro, scale: float, floor: float):
+def _student_loss(own, judges: dict, micro: _Micro, scale: float, mean_N, config: Config):
     x, level = micro.x["x"], micro.level
     v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
     x0 = flow.x0_from_velocity(x, v, level["sigma"])
     x_s = flow.euler(x, v, level["sigma"], level["sigma_s"])
-    x_t, _, sigma_M, t_M = micro.scored(jax.lax.stop_gradient(x_s))
+    moving_t, _, sigma_M, t_M = micro.scored(x_s)
+    x_t, weight_M, gan, more = jax.lax.stop_gradient(moving_t), None, 0.0, {}
+    if config.adversarial:
+        logit_ML = micro.logits(judges["critic"], moving_t, t_M)
+        ratio_M, (sum_N, count_N) = dmd2.density_ratio(logit_ML, t_M, mean_N)
+        weight_M = dmd2.f_weight(config.divergence, ratio_M)
+        gan, _ = dmd2.gan_generator_loss(logit_ML)
+        more = {"dmd2/gan": gan, "dmd2/ratio": ratio_M.mean()}
+        more |= {"ratio_sum": sum_N, "ratio_count": count_N}
     real_v = micro.velocity(judges["teacher"], "teacher", scale)(x_t, t_M)
     fake_v = micro.velocity(judges["critic"], "critic")(x_t, t_M)
     fake, real = (flow.x0_from_velocity(x_t, v, sigma_M) for v in (fake_v, real_v))
-    value, aux = dmd2.generator_loss(*micro.made(x0, fake, real), floor=floor)
+    made = micro.made(x0, fake, real)
+    value, aux = dmd2.generator_loss(*made, floor=config.floor, weight_B=weight_M)
     aux |= {"x0_std": x0.std(), "t": t_M.mean()}
-    return value, {f"dmd2/{name}": a for name, a in aux.items()}
+    return value + config.gan_weight * gan, {f"dmd2/{name}": a for name, a in aux.items()} | more
 
 
-def _critic_loss(own, micro: _Micro):
+def _critic_loss(own, micro: _Micro, config: Config):
     x_t, target, _, t_M = micro.scored(micro.x["x"])
     v = micro.velocity(own, "critic")(x_t, t_M)
     value, aux = dmd2.phased_critic_loss(*micro.made(v, target))
-    return value, aux | {"t": t_M.mean()}
+    aux |= {"t": t_M.mean()}
+    if config.adversarial:
+        real_t, shaken_t = micro.real()
+        real_ML = micro.logits(own, real_t, t_M)
+        gan, found = dmd2.gan_critic_loss(micro.logits(own, x_t, t_M), real_ML)
+        if config.gan_penalty:
+            penalty = dmd2.gan_penalty(real_ML, micro.logits(own, shaken_t, t_M))
+            gan, found = gan + config.gan_penalty * penalty, found | {"penalty": penalty}
+        value += config.gan_critic_weight * gan
+        aux |= {f"gan_{name}": a for name, a in found.items()}
+    return value, aux
 
 
 def _warm_loss(own, micro: _Micro):
@@ -393,14 +462,33 @@ def _velocity(part, uncond_1SE, tree, role: str, scale: float = 1.0, *, setup):
     )
 
 
-def _scored(level, keys, ids, x_s, *, setup):
+def _logits(part, tree, x_t, t_M, *, setup):
+    """Logits of the critic's GAN head on clips x_t; tree: the critic's weights as of _velocity."""
+    params, adapter = tree
+    config = setup.roles.get("critic", setup.model).wan
+    h = condition.features(
+        params, adapter, x_t, t_M, part["ctx"], part["cond"], config=config,
+        layers=discriminator.taps(config),
+    )  # fmt: skip
+    return discriminator.logits({**params, **adapter}[HEAD], h)
+
+
+def _scored(level, keys, ids, x_s, *, setup, noise=1):
     """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
     u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * flow.uniform(keys[0], ids)
     t = 1000 * flow.shift_map(u, setup.sampling.schedule.shift)
     t = jnp.clip(t, level["t_lo"], level["t_hi"])
-    noise = sampler.initial_noise(keys[1], ids, x_s.shape[1:])
+    noise = sampler.initial_noise(keys[noise], ids, x_s.shape[1:])
     x_t, target = dmd2.phased_noise(x_s, noise, t / 1000, level["sigma_s"])
     return x_t, target, t / 1000, t
+
+
+def _real(level, keys, ids, x, *, setup):
+    """Real clips at the levels of `_scored`, by way of σ_s as the student's, and with 0.1·ε."""
+    draw = lambda number: sampler.initial_noise(keys[number], ids, x["real"].shape[1:])
+    x_s = flow.add_noise(x["real"], draw(2), level["sigma_s"])
+    x_t = _scored(level, keys, ids, x_s, setup=setup, noise=3)[0]
+    return x_t, x_t + 0.1 * draw(4)
 
 
 def _level(setup, expert: str, exit_step: int) -> dict:
@@ -414,7 +502,7 @@ def _level(setup, expert: str, exit_step: int) -> dict:
     return {key: jnp.float32(value) for key, value in level.items()}
 
 
-def _data(setup, batch: Batch, expert: str, name: str, exit_step: int, region: Region) -> dict:
+def _data(state, setup, batch: Batch, expert: str, name: str, exit_step: int, region: Region):
     """The arrays of one optimizer step."""
     config, shift = setup.algorithm, setup.sampling.schedule.shift
     lo, hi = (1000 * schedule.shift_map(u, shift) for u in region.u)
@@ -431,7 +519,8 @@ def _data(setup, batch: Batch, expert: str, name: str, exit_step: int, region: R
         "cond": batch.cond,
         "uncond_1SE": batch.uncond_1SE,
         "level": level | {key: jnp.float32(value) for key, value in scores.items()},
-        "keys": [_key(setup, batch.version, expert, name, purpose) for purpose in (1, 2)],
+        "keys": [_key(setup, batch.version, expert, name, purpose) for purpose in range(1, 6)],
+        "ratio_mean_N": state.running.get(region.critic),
     }
 
 
@@ -508,7 +597,7 @@ def _constrain(x_BTHWC):
 
 
 def _key(setup, step: int, expert: str, name: str, purpose: int):
-    """Purposes: 0 sampling, 1 scored levels, 2 their noise."""
+    """Purposes: 0 sampling, 1 scored levels, 2 their noise; 3, 4, 5 noise of real clips."""
     key = jax.random.key(setup.seed)
     for number in (step, _number(expert), PASSES.index(name), purpose):
         key = jax.random.fold_in(key, number)

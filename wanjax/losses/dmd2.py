@@ -104,11 +104,12 @@ def f_weight(kind, ratio_B):
     return F_WEIGHTS[kind](jax.lax.stop_gradient(_wide(ratio_B)))
 
 
-def density_ratio(logit_BL, t_B, mean_N, *, decay, limit=5.0):
-    """Density ratio exp(logit) of student clips; returns (ratio_B, new mean_N).
+def density_ratio(logit_BL, t_B, mean_N, *, limit=5.0):
+    """Density ratio exp(logit) of student clips; returns (ratio_B, (sum_N, count_N)).
 
     Logits are averaged over L and clamped to ±limit. E[r] = 1 at every level under the student, so
-    ratios are divided by their running mean in N equal timestep bins (start it at ones).
+    ratios are divided by their running mean in N equal timestep bins (ones at first), which the
+    sums and counts go into, see `ratio_mean`.
     """
     flow.check_per_sample(logit_BL, t=t_B)
     logit_B = flow.sample_mean(_wide(logit_BL))
@@ -116,9 +117,13 @@ def density_ratio(logit_BL, t_B, mean_N, *, decay, limit=5.0):
     bins = mean_N.shape[0]
     index_B = jnp.clip((t_B * bins / 1000).astype(jnp.int32), 0, bins - 1)
     sum_N, count_N = (jnp.zeros(bins).at[index_B].add(a) for a in (ratio_B, 1.0))
+    return ratio_B / mean_N[index_B], (sum_N, count_N)
+
+
+def ratio_mean(mean_N, sum_N, count_N, decay):
+    """Running mean of density ratios after one more batch; a bin that saw none keeps its own."""
     seen_N = decay * mean_N + (1 - decay) * sum_N / jnp.maximum(count_N, 1)
-    mean_N = jnp.where(count_N > 0, seen_N, mean_N)
-    return ratio_B / mean_N[index_B], mean_N
+    return jnp.where(count_N > 0, seen_N, mean_N)
 
 
 def guided(cond, uncond, weight, *, norm_axes=()):

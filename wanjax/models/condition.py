@@ -59,13 +59,25 @@ def of_latents(first_BTHWC, image_BSE=None) -> dict:
 
 def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: wan.WanConfig):
     """`wan.denoise` that also takes cond["first"]; the velocity of a given frame means nothing."""
+    inputs = _with_first(x_BTHWC, t_B, ctx_BSE, cond, config)
+    return wan.denoise(params, lora, *inputs, config=config)
+
+
+def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: wan.WanConfig, layers):
+    """`wan.features` that also takes cond["first"]."""
+    inputs = _with_first(x_BTHWC, t_B, ctx_BSE, cond, config)
+    return wan.features(params, lora, *inputs, config=config, layers=layers)
+
+
+def _with_first(x_BTHWC, t_B, ctx_BSE, cond, config: wan.WanConfig):
+    """(x, t, ctx, cond) as the model takes them: a given first frame is clean, at time 0."""
     if not cond or "first" not in cond:
-        return wan.denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond, config=config)
+        return x_BTHWC, t_B, ctx_BSE, cond
     x = hold(x_BTHWC, cond)
     T, H, W = (n // p for n, p in zip(x.shape[1:4], config.patch_size, strict=True))
     time_index = (jnp.arange(T * H * W) >= H * W).astype(jnp.int32)
     t_BM = jnp.stack([jnp.zeros_like(t_B), t_B], axis=1)
-    return wan.denoise(params, lora, x, t_BM, ctx_BSE, {"time_index": time_index}, config=config)
+    return x, t_BM, ctx_BSE, {"time_index": time_index}
 
 
 def hold(x_BTHWC, cond):

@@ -74,8 +74,41 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
         [B,S',E'], "time_index"}.
     Raises ValueError when channels, text length or patch division do not fit config.
     """
+    h, side, block, leave = _enter(params, lora, x_BTHWC, t_B, ctx_BSE, cond, config)
+    lora = lora or {}
+    if sharding.mesh_shape().get("stage", 1) > 1:
+        stack, lora_stack = (stage(tree, config).get(STAGES, {}) for tree in (params, lora))
+        run = functools.partial(pipeline.run_blocks, layers=config.num_layers)
+    else:
+        stack, lora_stack, run = params[STACK], lora.get(STACK, {}), blocks.run_blocks
+    return leave(run(block, stack, lora_stack, h, side, remat=config.remat))
+
+
+def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig, layers):
+    """Outputs [len(layers),B,L,D] of the blocks with these rising numbers, in config.dtype; no
+    block after the last of them runs. Arguments as of `denoise`; not under a pipeline."""
+    if sharding.mesh_shape().get("stage", 1) > 1:
+        raise ValueError(
+            "features of single blocks are not read under a pipeline; set config.mesh.stage to 1"
+        )
+    h, side, block, _ = _enter(params, lora, x_BTHWC, t_B, ctx_BSE, cond, config)
+    length = math.prod(n // p for n, p in zip(x_BTHWC.shape[1:4], config.patch_size, strict=True))
+    found, first = [], 0
+    for last in layers:
+        part = lambda a, run=slice(first, last + 1): a[run]
+        stack, lora_stack = (
+            jax.tree.map(part, tree.get(STACK, {})) for tree in (params, lora or {})
+        )
+        h = blocks.run_blocks(block, stack, lora_stack, h, side, remat=config.remat)
+        found.append(h[:, :length])
+        first = last + 1
+    return jnp.stack(found)
+
+
+def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
+    """What `denoise` does around its blocks: (tokens h [B,L,D], side inputs of every block, block,
+    function h -> velocity)."""
     cond, lora = cond or {}, lora or {}
-    x = x_BTHWC
     if "latents" in cond:
         x = jnp.concatenate([x, cond["latents"].astype(x.dtype)], axis=-1)
     _check(config, x, ctx_BSE, cond, t_B)
@@ -107,14 +140,11 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
         out = layer.apply({"params": layer_params, "lora": layer_lora}, h, **side, rope=rope)
         return sharding.constrain(out, "batch", "tokens", None)
 
-    if sharding.mesh_shape().get("stage", 1) > 1:
-        stack, lora_stack = (stage(tree, config).get(STAGES, {}) for tree in (params, lora))
-        run = functools.partial(pipeline.run_blocks, layers=config.num_layers)
-    else:
-        stack, lora_stack, run = params[STACK], lora.get(STACK, {}), blocks.run_blocks
-    h = run(block, stack, lora_stack, h, side, remat=config.remat)
-    y_BLP = outer(_Head(config), h, e_BMD, time_index)[:, :L]
-    return layers.unpatchify(y_BLP, grid, config.patch_size)
+    def leave(h):
+        y_BLP = outer(_Head(config), h, e_BMD, time_index)[:, :L]
+        return layers.unpatchify(y_BLP, grid, config.patch_size)
+
+    return h, side, block, leave
 
 
 def init(key, config: WanConfig):
@@ -307,6 +337,8 @@ class Attention(nn.Module):
             q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
         q, k = q.astype(dtype), k.astype(dtype)
         attend = functools.partial(attention.attend, kernel=config.attention, form=config.context)
+        if self.is_initializing():  # one token would not divide over a mesh
+            attend = lambda q, *_, **__: q
         out = attend(q, k, v, last_count=last_count, length=length)
         if image_BSD is not None:
             k_img = dense(name="add_k_proj")(image_BSD)
