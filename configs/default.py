@@ -21,6 +21,16 @@ def get_config(preset: str = "") -> ConfigDict:
     c.keep_every = 0  # also keep multiples of this step; 0 = none
     c.sample_every = 20  # steps between sample videos of fixed prompts; 0 = only before and after
     c.eval_every = 0  # steps between evaluations; 0 = only before and after
+    c.alarms = ConfigDict()  # signs of collapse
+    c.alarms.action = (
+        "warn"  # off, warn, stop; the checkpoint of the best evaluation is always kept
+    )
+    c.alarms.patience = 20  # steps in a row outside the limits
+    c.alarms.limits = ConfigDict()  # metric, or pattern: lowest and highest that are all right
+    c.alarms.limits["reward/zero_spread"] = (0.0, 0.95)
+    c.alarms.limits["video/motion"] = (1e-3, 1.0)
+    c.alarms.limits["video/saturation"] = (0.0, 0.5)
+    c.alarms.limits["grpo/v_norm_ratio/*"] = (0.5, 2.0)
     c.compile_cache = "~/.cache/wanjax"  # compiled programs of accelerators, for the next start
     c.resume = True  # continue the run of this name if there is one
     c.wandb = "off"  # off, offline, online

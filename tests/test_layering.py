@@ -13,7 +13,7 @@ LEVELS = {
     1: ("wanjax.models",),
     2: ("wanjax.schedule", "wanjax.sampler", "wanjax.advantages", "wanjax.losses"),
     3: ("wanjax.rewards", "wanjax.state", "wanjax.optim"),
-    4: ("wanjax.checkpoint", "wanjax.data", "wanjax.metrics", "wanjax.report"),
+    4: ("wanjax.checkpoint", "wanjax.data", "wanjax.metrics", "wanjax.report", "wanjax.alarms"),
     5: ("wanjax.algorithms",),
     6: ("wanjax.train", "wanjax.sample", "wanjax.plan", "wanjax.doctor", "wanjax.export"),
     7: ("wanjax.data.__main__",),

@@ -191,6 +191,7 @@ def test_progress_line_reads_as_text():
         "perf/steps_per_second": 0.5,
         "perf/peak_host_gb": 1.26,
     }
+    record = {"eval/reward": 9.0, **record}  # of an evaluation before the step
     assert metrics.progress_line(11, 100, record) == (
         "step 12/100  0.50 it/s  ETA 2m56s  reward 0.612  loss high 0.01 low -0.02  "
         "lr 0.0001  grad high 1.5  mem 1.3 GB"

@@ -39,6 +39,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 # Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
 # long it runs, what it writes how often, where it lies, and what it runs on.
 VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
+VARIABLE_KEYS += ("alarms",)
 VARIABLE_KEYS += ("resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
 
 
@@ -100,13 +101,15 @@ def abstract(run_dir, step: int) -> dict[str, Any]:
     return {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in body["leaves"].items()}
 
 
-def prune(run_dir, keep_last: int, keep_every: int = 0) -> None:
-    """Delete all but the newest `keep_last` steps and the multiples of `keep_every` (0: none)."""
+def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None) -> None:
+    """Delete all but the newest `keep_last` steps, the multiples of `keep_every` (0: none) and
+    `best`."""
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}; set config.keep_last")
     folder = pathlib.Path(run_dir) / "checkpoints"
     old = sorted(_steps(folder))[:-keep_last]
-    gone = [step for step in old if not (keep_every and step % keep_every == 0)]
+    kept = lambda step: step == best or keep_every and step % keep_every == 0
+    gone = [step for step in old if not kept(step)]
     _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 

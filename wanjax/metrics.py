@@ -179,7 +179,8 @@ def progress_line(step: int, total: int, record: dict[str, float]) -> str:
         values = {}
         for key, value in record.items():
             base, expert = split_name(key)
-            if f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
+            shown = not key.startswith("eval/")  # which has a line of its own
+            if shown and f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
                 values.setdefault(expert, value)
         if len(values) > 1 and len(set(values.values())) == 1:
             values = {"": next(iter(values.values()))}

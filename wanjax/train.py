@@ -32,6 +32,7 @@ from ml_collections import config_flags
 from configs import default
 from convert import lora as convert_lora
 from wanjax import (
+    alarms,
     checkpoint,
     distributed,
     metrics,
@@ -70,6 +71,8 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
             _clips(config) if clips and not (dry_run and not config.data.path) else None,
         )
     )
+    _pick(dict.fromkeys(alarms.ACTIONS), config.alarms.action, "config.alarms.action")
+    alarms.watch(config.alarms.limits, config.alarms.patience)
     if config.reward_failure not in rewards.FAILURE:
         raise ValueError(
             f"config.reward_failure is {config.reward_failure!r}; expected one of {rewards.FAILURE}"
@@ -169,6 +172,7 @@ def _loop(job: _Job, algorithm, state, stream):
         wandb=config.wandb, project=config.project, tensorboard=config.tensorboard,
     )  # fmt: skip
     writer = metrics.MetricsWriter(job.run_dir, total=config.steps, start=first, trackers=trackers)
+    look = alarms.watch(config.alarms.limits, config.alarms.patience)
     saved, previous, save_times = first, None, {}
     try:
         for step in range(first, config.steps):
@@ -185,7 +189,8 @@ def _loop(job: _Job, algorithm, state, stream):
                 jax.block_until_ready(state.step)
             times |= metrics.speed(_flops(algorithm, setup, item), times)
             _check_finite(previous, saved)
-            previous = (step, values)
+            _sound(job, previous, look, writer)
+            previous = (step, {**batch.metrics, **values})
             writer.write(step, {**batch.metrics, **values, **times, **save_times})
             save_times = {}
             stop = distributed.preempted(step) and step + 1 < config.steps
@@ -195,7 +200,8 @@ def _loop(job: _Job, algorithm, state, stream):
                 with metrics.phase(save_times, "checkpoint"):  # told with the next step
                     kept = {"data": stream.state(step + 1)}
                     checkpoint.save(job.run_dir, step + 1, states.saved(state, setup), kept)
-                    checkpoint.prune(job.run_dir, config.keep_last, config.keep_every)
+                    best = _best(job.run_dir)
+                    checkpoint.prune(job.run_dir, config.keep_last, config.keep_every, best)
                 saved = step + 1
             if stop:
                 raise distributed.NeedsRestart(f"asked to stop; checkpoint {saved} is kept")
@@ -511,8 +517,8 @@ def _algorithm_config(config, roles: dict):
 def check_keys(config: dict, known: dict, where: str = "config") -> None:
     """Raise ValueError for a key that no default has, with the nearest one."""
     for key, value in config.items():
-        if where == "config.reward":
-            continue  # free: names and import paths
+        if where in ("config.reward", "config.alarms.limits"):
+            continue  # free: names and import paths, or metrics
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = (
@@ -581,6 +587,30 @@ def _check_finite(previous, saved: int) -> None:
             )
 
 
+def _sound(job: _Job, previous, look: Callable, writer) -> None:
+    """Tell, or stop for, the alarms that the last step rings."""
+    action = job.config.alarms.action
+    if previous is None or action == "off":
+        return
+    step, values = previous
+    for line in look(jax.device_get(values)):
+        best = _best(job.run_dir)
+        kept = "" if best is None else f"; the best evaluation was at step {best}"
+        if action == "stop":
+            raise alarms.Collapsed(f"step {step}: {line}{kept}")
+        writer.say(f"alarm at step {step}: {line}{kept}")
+
+
+def _best(run_dir) -> int | None:
+    """The step with the highest reward in an evaluation."""
+    found = {}
+    for path in sorted((run_dir / "evals").glob("step_*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if "eval/reward" in result:
+            found[int(path.stem.removeprefix("step_"))] = result["eval/reward"]
+    return max(found, key=found.__getitem__) if found else None
+
+
 def _banner(config, setup, state, mesh, table) -> str:
     a, s, model = setup.algorithm, setup.sampling, setup.model.wan
     samples = a.group_size * a.prompts_per_step
@@ -646,7 +676,7 @@ def _command_line(argv) -> None:
             cache = pathlib.Path(config.compile_cache).expanduser()
             jax.config.update("jax_compilation_cache_dir", str(cache))
         main(config, _DRY_RUN.value)
-    except (ValueError, FloatingPointError, rewards.RewardError) as error:
+    except (ValueError, FloatingPointError, rewards.RewardError, alarms.Collapsed) as error:
         distributed.leave(1, f"wanjax.train: {error}")
     except distributed.NeedsRestart as error:
         distributed.leave(distributed.RESTART, f"wanjax.train: {error}")

@@ -75,7 +75,9 @@ def find(name: str) -> Callable:
 def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
     """Make one function (video, prompts) -> ({name: scores [B]}, info) of several rewards.
 
-    Info values are named "reward/<label>/<part>"; a part "strict" also appears as "success".
+    Info values are named "reward/<label>/<part>"; a part "strict" also appears as "success". Every
+    video also gets "video/motion", the mean change of a value from frame to frame in [0, 1], and
+    "video/saturation", the share of values that are 0 or 255.
     deadline: seconds that one reward may take for one call.
     The function raises RewardError for a reward that takes longer, gives another number of scores,
     or leaves the range of a built-in one; NaN passes.
@@ -101,7 +103,7 @@ def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
                 info[f"reward/{label}/{part}"] = _row(f"reward {label}/{part}", values, prompts)
             if "strict" in parts:
                 info["success"] = info[f"reward/{label}/strict"]
-        return scores, info
+        return scores, info | _looks(video_BTHWC)
 
     return score
 
@@ -166,6 +168,17 @@ def score(
     if failure == "skip":
         metrics["reward/lost"] = lost_B.mean()
     return scores_MPK, metrics
+
+
+def _looks(video_BTHWC) -> dict[str, np.ndarray]:
+    """What shows a collapse whatever the reward says, [B] each; an image has no motion."""
+    axes = tuple(range(1, video_BTHWC.ndim))
+    burnt = (video_BTHWC == 0) | (video_BTHWC == 255)
+    looks = {"video/saturation": burnt.mean(axes)}
+    if video_BTHWC.shape[1] > 1:
+        change = np.abs(np.diff(video_BTHWC.astype(np.int16), axis=1))
+        looks["video/motion"] = change.mean(axes) / 255
+    return looks
 
 
 def _arguments(maker: Callable, query: str) -> dict:

@@ -1,0 +1,67 @@
+"""Alarms: when they ring, what they say, and that a run stops with its best checkpoint kept."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from wanjax import alarms, checkpoint, rewards, train
+
+
+def test_a_limit_rings_once_after_enough_steps_in_a_row():
+    look = alarms.watch({"a/*": (0.0, 1.0), "b": (-math.inf, 2.0)}, patience=2)
+    values = [2.0, 0.5, -1.0, math.nan, 3.0, 0.0, 5.0, 5.0]
+    rung = [look({"a/x": value, "a/y": 0.5, "b": 0.0, "other": 9.0}) for value in values]
+    assert [len(lines) for lines in rung] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert rung[3] == ["a/x is nan and has been outside 0 to 1 for 2 steps (config.alarms)"]
+    assert look({"b": 3.0}) == [] and look({"b": 3.0}) != []
+
+
+@pytest.mark.parametrize(
+    ("limits", "patience", "text"),
+    [
+        ({"a": (1.0, 0.0)}, 1, r"config.alarms.limits has 'a': \(1.0, 0.0\)"),
+        ({"a": (1.0,)}, 1, "expected .lowest, highest."),
+        ({}, 0, "config.alarms.patience is 0"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(limits, patience, text):
+    with pytest.raises(ValueError, match=text):
+        alarms.watch(limits, patience)
+
+
+def test_videos_are_measured_whatever_the_reward():
+    reward = rewards.combine(["tests.tiny:brightness"])
+    still = np.full((2, 3, 4, 4, 3), 128, np.uint8)
+    still[1, 1] = 255
+    info = reward(still, ["a", "b"])[1]
+    np.testing.assert_allclose(info["video/motion"], [0, 127 / 255])
+    np.testing.assert_allclose(info["video/saturation"], [0, 1 / 3])
+    assert "video/motion" not in reward(still[:, :1], ["a", "b"])[1]
+
+
+@pytest.mark.slow
+def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, capsys, monkeypatch):
+    model = tiny.save_model(tmp_path / "model")
+    scores = {1: 3.0, 2: 2.0, 3: 1.0}
+    real = train._previews
+
+    def previews(job, item, state):
+        videos, found = real(job, item, state)
+        return videos, found | {"reward": np.full(len(videos), scores.get(int(state.step), 0.0))}
+
+    monkeypatch.setattr(train, "_previews", previews)
+    changes = dict(steps=9, save_every=1, eval_every=1, keep_last=1, alarms__patience=4)
+    config = tiny.make_config(model, tmp_path, **changes)
+    config.alarms.limits["reward/mean"] = (2.0, 3.0)  # never so
+    config.alarms.action = "stop"
+    with pytest.raises(alarms.Collapsed, match="step 3: reward/mean is .* best .* at step 1"):
+        train.main(config)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert len(kept) == 2 and int(kept[0].removeprefix("step_")) == 1
+    assert checkpoint.latest_good(tmp_path / "run") == 4
+    config.alarms.action = "warn"
+    config.steps = 8
+    train.main(config)
+    assert "alarm at step" in capsys.readouterr().out
