@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from convert import lora as lora_files
 from convert import weights
-from wanjax import sampler, schedule
+from wanjax import sampler, schedule, trees
 from wanjax.data import text
-from wanjax.models import umt5, vae, wan
+from wanjax.models import lora, umt5, vae, wan
 from wanjax.rewards import shapes
 
 FOLDER = pathlib.Path(__file__).parents[1] / "wanjax" / "assets" / "tinywan22"
@@ -29,8 +30,9 @@ def tinywan():
     return weights.load("tinywan22")
 
 
-def _generate(params, config, prompts, noise_BTHWC, steps):
+def _generate(params, config, prompts, noise_BTHWC, steps, adapters=None):
     """Frames in [0, 1] by the sampler on diffusers' UniPC grid."""
+    adapters = adapters or dict.fromkeys(config.experts)
     encode = jax.jit(functools.partial(umt5.encode, params["text_encoder"], config=config.text))
     tokenizer = text.load_tokenizer(config.tokenizer)
     ctx, null = (text.encode_prompts(encode, tokenizer, p) for p in (prompts, [""]))
@@ -38,8 +40,8 @@ def _generate(params, config, prompts, noise_BTHWC, steps):
     guidance = config.sampling.guidance
     experts = {
         name: sampler.cfg(
-            lambda x, t, ctx, tree=params[name]: wan.denoise(
-                tree, None, x, t, ctx, config=config.wan
+            lambda x, t, ctx, tree=params[name], lora=adapters[name]: wan.denoise(
+                tree, lora, x, t, ctx, config=config.wan
             ),
             getattr(guidance, name),
             ctx,
@@ -86,20 +88,41 @@ def test_tokenizer_knows_every_word_of_the_grammar(tinywan):
     assert (ids_BS[mask_BS] != tokenizer.token_to_id("<unk>")).all()
 
 
+def _adapters(params, config):
+    """Adapters as large as trained ones."""
+    trees_by_expert = {}
+    for number, name in enumerate(config.experts):
+        key = jax.random.key(number)
+        tree = lora.init(key, params[name], rank=4, alpha=8.0)
+        draw = lambda path, x, key=key: (
+            0.05 * jax.random.normal(key, x.shape) if path.endswith("/b") else x
+        )
+        trees_by_expert[name] = trees.map_paths(draw, tree)
+    return trees_by_expert
+
+
 def test_experts_differ(tinywan):
     params, _ = tinywan
     high, low = (jax.tree.leaves(params[name]) for name in ("high", "low"))
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(high, low, strict=True))
 
 
-def test_diffusers_pipeline_gives_the_same_frames(tinywan):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_diffusers_pipeline_gives_the_same_frames(tinywan, tmp_path, adapted):
+    """Of the model as it is, and with an exported LoRA on both experts."""
     params, config = tinywan
     steps, guidance = 10, config.sampling.guidance
     noise = np.asarray(jax.random.normal(jax.random.key(7), (2, 5, 8, 8, config.wan.in_channels)))
-    ours = _generate(params, config, PROMPTS, jnp.asarray(noise), steps)
-
+    adapters = _adapters(params, config) if adapted else {}
+    ours = _generate(params, config, PROMPTS, jnp.asarray(noise), steps, adapters)
     pipe = diffusers.WanPipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
+    if adapted:
+        high, low = lora_files.to_diffusers(adapters, tmp_path)
+        pipe.load_lora_weights(str(tmp_path), weight_name=high.name)
+        pipe.load_lora_weights(str(tmp_path), weight_name=low.name, load_into_transformer_2=True)
+        plain = _generate(params, config, PROMPTS, jnp.asarray(noise), steps)
+        assert np.abs(ours - plain).max() > 0.1
     theirs = pipe(
         prompt=PROMPTS,
         negative_prompt=["", ""],
