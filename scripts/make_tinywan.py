@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import tempfile
 import time
@@ -105,7 +106,7 @@ def train_vae(args):
 
         params = weights.load(args.vae)[0]["vae"]
         _save(args.out, vae=params)
-        info = {"step": args.vae_steps, "seconds": args.vae_seconds}
+        info = {"step": args.vae_steps, "trained": args.vae_trained}
         _save_info(args.out, "vae", info | _vae_report(params, table, args))
         return True
     params = state[0] if step else _vae_init()
@@ -141,7 +142,8 @@ def train_vae(args):
             print(f"vae {step} {aux} {time.time() - start:.0f} s", flush=True)
     mu, nu = _moments(opt)
     _save(args.out, vae=params, vae_mu=mu, vae_nu=nu)
-    info = {"step": step, "seconds": done.get("seconds", 0) + time.time() - start}
+    seconds = done.get("seconds", 0) + time.time() - start
+    info = {"step": step, "seconds": seconds, "trained": f"{seconds:.0f} s on {_machine()}"}
     if step == args.vae_steps:
         info |= _vae_report(params, table, args)
     _save_info(args.out, "vae", info)
@@ -282,8 +284,10 @@ def train_dit(args):
         )
         mu, nu = _moments(opt)
         _save(args.out, params=params, ema=ema, mu=mu, nu=nu)
-        info = {"step": step, "history": history, "finished": finished}
-        _save_info(args.out, "dit", info | {"seconds": spent + time.time() - start})
+        seconds = spent + time.time() - start
+        info = {"step": step, "history": history, "finished": finished, "seconds": seconds}
+        info |= {"trained": f"{seconds:.0f} s on {_machine()}"}
+        _save_info(args.out, "dit", info)
     return finished
 
 
@@ -523,6 +527,7 @@ def _card(args, infos, counts, captions):
     status = "" if infos["dit"]["finished"] else UNFINISHED
     shown = "\n".join(f"{i + 1}. {c}" for i, c in enumerate(captions))
     dit = infos["dit"]
+    loss = ", ".join(f"{dit['history'][-1][e]:g} ({e})" for e in ("high", "low"))
     return f"""# TinyWan2.2
 {status}
 A two-expert text-to-video model with Wan2.2's architecture and file layout, trained from scratch
@@ -574,8 +579,8 @@ First to last frame of 17, {STEPS} steps, guidance {GUIDANCE:g}: `samples.png`
 
 ## How it was made
 
-VAE {infos["vae"]["step"]} steps in {infos["vae"]["seconds"]:.0f} s, text encoder and experts
-{dit["step"]} steps in {dit["seconds"]:.0f} s on one GPU:
+VAE {infos["vae"]["step"]} steps in {infos["vae"]["trained"]}; text encoder and experts
+{dit["step"]} steps in {dit["trained"]}, to a flow loss of {loss}:
 
 ```
 {args.recipe}
@@ -614,6 +619,14 @@ def _save_info(folder, name, info):
     (folder / f"{name}.json").write_text(json.dumps(info, indent=1) + "\n")
 
 
+def _machine():
+    """The devices in words."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        return f"{os.cpu_count()} CPU cores"
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
 def _moments(opt):
     """Adam's moments inside the optimizer state."""
     adam = opt[1][0]
@@ -635,7 +648,7 @@ def _arguments():
     parser.add_argument("--minutes", type=float, default=9.0, help="stop and save after this long")
     parser.add_argument("--vae", type=pathlib.Path, help="take the VAE of this model folder")
     parser.add_argument(
-        "--vae_seconds", type=float, default=282.0, help="its training time, for the card"
+        "--vae_trained", default="282 s on one NVIDIA H100", help="how it was, for the card"
     )
     parser.add_argument("--vae_steps", type=int, default=5000)
     parser.add_argument("--vae_batch", type=int, default=64)

@@ -1,7 +1,11 @@
 """Planner: FLOPs and bytes against hand-computed numbers, and collectives of a hand-written HLO."""
 
+import dataclasses
+import math
+
 import pytest
 
+from tests import tiny
 from wanjax import plan
 from wanjax.models import wan
 
@@ -51,3 +55,63 @@ def test_proposed_mesh_divides_batch_and_heads():
 def test_unknown_topology_lists_the_known():
     with pytest.raises(ValueError, match="v9.*v5p:4x4x4.*h100"):
         plan.devices_of("v9:2x2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("plan"))
+
+
+CASES = {
+    "grpo": {"mesh__data": 1, "mesh__fsdp": 4, "micro_samples": 4},
+    "nft": {"algorithm": "nft", "guidance__high": 1.0, "guidance__low": 1.0, "micro_samples": 4},
+    "sft": {"algorithm": "sft", "data__batch": 8, "lora__rank": 0, "mesh__data": 4},
+    "dmd2": {
+        "algorithm": "dmd2", "guidance__high": 1.0, "guidance__low": 1.0, "micro_samples": 4,
+        "sampling__sigmas": (1.0, 0.9, 0.6), "sampling__grid": "explicit",
+        "dmd2__gan_weight": 0.1,
+    },
+}  # fmt: skip
+PHASES = {
+    "grpo": {"rollout", "decode", "update high", "update low"},
+    "nft": {"rollout", "decode", "update high", "update low"},
+    "sft": {"update high", "update low"},
+    "dmd2": {f"{what} {e}" for what in ("rollout", "student", "critic") for e in ("high", "low")},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_algorithms_steps_compile_from_shapes(model, tmp_path, name):
+    config = tiny.make_config(model, tmp_path, lora__targets=(r"blocks/attn1/to_q",), **CASES[name])
+    result = plan.make_plan(config, "cpu:4")
+    assert set(result["phases"]) == PHASES[name] and result["fits"] and not result["note"]
+    for phase, facts in result["phases"].items():
+        assert facts["arguments"] > 0 and facts["rematerializations"] == 0, phase
+        assert facts["flops"] > 0 or phase == "decode"
+        assert math.isfinite(facts["peak"])
+    assert set(result["trees"]) == {"parameters", "adapters", "optimizer"}
+    moved = [facts["collectives"] for facts in result["phases"].values()]
+    assert any("all-reduce" in kinds for kinds in moved)  # gradients over the batch's shards
+    text = plan.describe(result)
+    assert all(phase in text for phase in PHASES[name])
+
+
+def test_a_plan_that_does_not_fit_names_changes_that_do(model, tmp_path, monkeypatch):
+    config = tiny.make_config(model, tmp_path, lora__targets=(r"blocks/attn1/to_q",), mesh__data=4)
+    peaks = [plan._peak(plan.make_plan(config, "cpu:4"))]
+    half = config.copy_and_resolve_references()
+    half.update_from_flattened_dict({"micro_samples": 4, "sampling.batch": 4})
+    peaks.append(plan._peak(plan.make_plan(half, "cpu:4")))
+    assert peaks[1] < peaks[0]
+    chip = dataclasses.replace(plan.CHIPS["cpu"], hbm=sum(peaks) / 2 / 0.97)
+    monkeypatch.setitem(plan.CHIPS, "cpu", chip)
+    result = plan.make_plan(config, "cpu:4")
+    assert not result["fits"]
+    (option,) = plan.advise(config, "cpu:4", most=1)
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(option["changes"])
+    assert plan.make_plan(changed, "cpu:4")["fits"]
+    result["advice"] = [option]
+    assert "fits with config." in plan.describe(result)
+    result["advice"] = []
+    assert "no change that was tried" in plan.describe(result)

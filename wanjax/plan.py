@@ -4,6 +4,9 @@ here, and say what they need.
     python -m wanjax.plan --config configs/grpo_wan22.py --topology v5p:4x4x4
     python -m wanjax.plan --config configs/nft_wan22.py --topology h100:8 --json
 
+When a plan does not fit, changes of the config are tried until three alternatives that fit are
+found, each compiled as well (--noadvise leaves that out).
+
 Weights are shapes only. TPU topologies compile with XLA:TPU ahead of time (extra wanjax[plan], no
 TPU needed), cpu:N for N CPU devices. h100:N and h200:N compile for N CPU devices with xla
 attention: arguments are exact, temporaries an upper *estimate* (the GPU kernel keeps no logits).
@@ -12,6 +15,7 @@ Loops are counted as often as they run in collectives, once in the compiler's ow
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -42,8 +46,8 @@ from jax.sharding import PartitionSpec as P
 from convert import disk
 from wanjax import metrics, optim, sharding, train, trees
 from wanjax import state as states
-from wanjax.algorithms import grpo, nft, sft
-from wanjax.models import presets, vae, wan
+from wanjax.algorithms import dmd2, grpo, nft, sft
+from wanjax.models import presets, quant, vae, wan
 
 GIB = 2**30
 
@@ -172,7 +176,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     """Compile every phase of the ConfigDict for the topology; returns what `main` prints."""
     chip_name, devices = devices_of(topology)
     chip = CHIPS[chip_name]
-    setup = make_setup(config, model, chip)
+    setup, weights = make_setup(config, model, chip)
     own = dict(config.mesh)
     batch = math.gcd(*_batches(config, setup))
     heads = setup.model.wan.num_attention_heads
@@ -185,10 +189,6 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         note = ""
     except ValueError as error:
         note, mesh = f"the config's mesh cannot run: {error}", sharding.make_mesh(proposed, devices)
-    stored = jnp.dtype(config.model.param_dtype)
-    weights = jax.eval_shape(
-        lambda: wan.store(wan.init(jax.random.key(0), setup.model.wan), stored)
-    )
     with sharding.use_mesh(mesh):
         state, phases = _compile(config, setup, mesh, weights)
     result = {
@@ -197,7 +197,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         "proposed_mesh": proposed, "hbm": chip.hbm, "estimate": chip.kernel == "cudnn",
         "trees": {
             "parameters": _per_device(state.params), "adapters": _per_device(state.adapters),
-            "optimizer": _per_device(state.opt),
+            "optimizer": _per_device((state.opt, state.role_opt)),
         },
         "phases": phases,
     }  # fmt: skip
@@ -214,29 +214,105 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     return result
 
 
-def make_setup(config, model: str, chip: Chip) -> states.Setup:
-    """The run's Setup from shapes alone: model by preset name, else the folder's config."""
-    if model:
-        if model not in presets.MODELS:
-            raise ValueError(
-                f"model {model!r} is unknown; set --model to one of {[*presets.MODELS]}"
-            )
-        found = presets.MODELS[model]
-    elif config.model.path:
-        found = disk.model_config(disk.read(config.model.path))
-    else:
+def advise(config, topology: str, model: str = "", most: int = 3) -> list[dict]:
+    """Up to `most` sets of config changes with which the plan fits, each compiled: first single
+    changes, then those that help, together. [{"changes": {key: value}, "peak": bytes}]."""
+    tried, found = [], []
+    for changes in _candidates(config):
+        peak, fits = _try(config, topology, model, changes)
+        tried.append((peak, changes))
+        found += [{"changes": changes, "peak": peak}] * fits
+        if len(found) == most:
+            return found
+    together: dict = {}
+    for _, changes in sorted(tried, key=lambda pair: pair[0]):
+        if found or math.isinf(_):
+            break
+        together = {**changes, **together}
+        peak, fits = _try(config, topology, model, together) if len(together) > 1 else (0, False)
+        found += [{"changes": dict(together), "peak": peak}] * fits
+    return found
+
+
+def _candidates(config) -> list[dict]:
+    """Changes that save memory, cheapest in time first."""
+    found = []
+    if config.model.remat == "none":
+        found.append({"model.remat": "full"})
+    if config.algorithm != "sft" and config.guidance.mode == "batch":
+        found.append({"guidance.mode": "sequential"})
+    halves = [k for k in ("micro_samples", "sampling.batch") if _read(config, k) % 2 == 0]
+    found += [{key: _read(config, key) // 2 for key in halves}] if halves else []
+    if config.lora.rank and config.model.param_dtype not in quant.DTYPES:
+        found.append({"model.param_dtype": "float8"})
+    if config.mesh.context == 1:
+        found.append({"mesh.data": 1, "mesh.fsdp": -1})
+        found.append({"mesh.data": 1, "mesh.fsdp": -1, "mesh.context": 4})
+    return found + [{"model.remat": "offload"}] * (config.model.remat != "offload")
+
+
+def _read(config, key: str):
+    return functools.reduce(lambda node, name: node[name], key.split("."), config)
+
+
+def _try(config, topology: str, model: str, changes: dict) -> tuple[float, bool]:
+    """(highest peak of a phase, whether all fit) of the config with changes; inf where the changed
+    config is not legal."""
+    print(f"trying   {_in_words(changes)}", file=sys.stderr, flush=True)
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(changes)
+    try:
+        result = make_plan(changed, topology, model)
+    except ValueError:
+        return math.inf, False
+    if result["note"]:
+        return math.inf, False
+    return _peak(result), result["fits"]
+
+
+def _peak(result: dict) -> float:
+    return max(phase["peak"] + phase["resident"] for phase in result["phases"].values())
+
+
+def _in_words(changes: dict) -> str:
+    return " and ".join(f"config.{key} = {value}" for key, value in changes.items())
+
+
+def make_setup(config, model: str, chip: Chip) -> tuple[states.Setup, dict]:
+    """(the run's Setup, {role: {expert: shapes}}), a model by its preset's name or the config of
+    its folder."""
+    student = _model(config, model or config.model.path, chip)
+    kept = {"student": (student, config.model.param_dtype)}
+    models = {}
+    if config.algorithm == "dmd2":
+        for role in ("teacher", "critic"):
+            own = config.roles[role]
+            models[role] = _model(config, own.path, chip) if own.path else student
+            kept |= {role: (models[role], own.param_dtype)} if own.path else {}
+    setup = train.make_setup(config, student, models)
+    setup = dataclasses.replace(setup, rewards=setup.rewards or {"mean": 1.0})
+    train.ALGORITHMS[config.algorithm].check(setup)
+    shapes = {role: {e: _weights(*own) for e in own[0].experts} for role, own in kept.items()}
+    return setup, shapes
+
+
+def _model(config, path: str, chip: Chip) -> presets.ModelConfig:
+    """The model of a preset's name or a folder, as it runs on the chip."""
+    if not path:
         raise ValueError(
             f"config.model.path is empty; set it, or --model to one of {[*presets.MODELS]}"
         )
+    found = presets.MODELS.get(path) or disk.model_config(disk.read(path))
     kernel = chip.kernel if config.model.attention == "auto" else config.model.attention
     kernel = "xla" if kernel in ("cudnn", "fa3") else kernel  # lowered for CPU
-    run = dataclasses.replace(
-        found.wan, dtype=config.model.dtype, attention=kernel, remat=config.model.remat
+    fields = {name: config.model[name] for name in ("dtype", "remat", "context", "interleave")}
+    return dataclasses.replace(
+        found, wan=dataclasses.replace(found.wan, attention=kernel, **fields)
     )
-    setup = train.make_setup(config, dataclasses.replace(found, wan=run), {})
-    setup = dataclasses.replace(setup, rewards=setup.rewards or {"mean": 1.0})
-    train.ALGORITHMS[config.algorithm].check(setup)
-    return setup
+
+
+def _weights(model: presets.ModelConfig, dtype: str):
+    return jax.eval_shape(lambda: wan.store(wan.init(jax.random.key(0), model.wan), dtype))
 
 
 def _whole(tree) -> int:
@@ -251,9 +327,10 @@ def _per_device(tree) -> int:
 def _batches(config, setup) -> tuple[int, ...]:
     """Leading sizes of the model's calls: rollout and micro-batch."""
     settings = setup.algorithm
-    if config.algorithm == "sft":
-        return (settings.micro_samples * settings.micro_steps,)
-    return setup.sampling.batch, settings.micro_samples * settings.micro_steps
+    if config.algorithm == "dmd2":
+        return setup.sampling.batch, settings.micro_samples
+    micro = settings.micro_samples * settings.micro_steps
+    return (micro,) if config.algorithm == "sft" else (setup.sampling.batch, micro)
 
 
 def _compile(config, setup, mesh, weights):
@@ -261,15 +338,15 @@ def _compile(config, setup, mesh, weights):
     model, lora = setup.model, bool(setup.lora.rank)
     algorithm = train.ALGORITHMS[config.algorithm]
     whole = lambda tree: jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), tree)
-    params = {"student": {e: weights for e in model.experts}}
-    state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), params)
+    state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), weights)
     split = lambda tree: jax.tree.map(
         _abstract, tree, sharding.tree_shardings(mesh, tree, wan.logical_axes)
     )
     roles = {r: {e: split(t) for e, t in experts.items()} for r, experts in state.params.items()}
     # optimizer states follow what they optimise: replicated adapters, split weights
-    opt = {e: whole(tree) if lora else _like(tree, mesh) for e, tree in state.opt.items()}
-    state = whole(state).replace(params=roles, opt=opt)
+    follow = lambda opts: {e: whole(x) if lora else _like(x, mesh) for e, x in opts.items()}
+    role_opt = {role: follow(opts) for role, opts in state.role_opt.items()}
+    state = whole(state).replace(params=roles, opt=follow(state.opt), role_opt=role_opt)
 
     rows = model.wan.text_len
     vector = lambda shape, dtype=jnp.float32: whole(jax.ShapeDtypeStruct(shape, dtype))
@@ -286,6 +363,8 @@ def _compile(config, setup, mesh, weights):
         phases |= _updates(setup, state, whole(data), slots, clips, algorithm, grid)
         return state, phases
 
+    if config.algorithm == "dmd2":
+        return state, _distillation(setup, state, vector, whole, key)
     size, samples = setup.sampling.batch, config.group_size * config.prompts_per_step
     policy = states.rollout_params(state, algorithm.SAMPLED)
     ids = vector((size,), jnp.int32)
@@ -305,7 +384,7 @@ def _compile(config, setup, mesh, weights):
     x0, trajectory = out if config.algorithm == "grpo" else (out, None)
     decoder = whole(jax.eval_shape(lambda: vae.init(jax.random.key(0), model.vae)))
     decoder = trees.map_paths(
-        lambda _, x: _abstract(x, x.sharding, jnp.dtype(config.model.param_dtype)), decoder
+        lambda _, x: _abstract(x, x.sharding, _plain(config.model.param_dtype)), decoder
     )
     phases["decode"], _ = _measure(
         states.decode.lower(decoder, x0, config=model.vae), 0, samples // size
@@ -332,6 +411,68 @@ def _compile(config, setup, mesh, weights):
     phases["rollout"]["trajectory"] = _per_device(data)
     phases |= _updates(setup, state, data, slots, samples // config.updates, algorithm, grid)
     return state, phases
+
+
+def _distillation(setup, state, vector, whole, key) -> dict:
+    """The phases of DMD2: each trained expert's longest rollout, student and critic update."""
+    settings, model, phases = setup.algorithm, setup.model, {}
+    size, micro = setup.sampling.batch, settings.micro_samples
+    samples = settings.prompts_per_step * settings.group_size
+    row = (model.wan.text_len, model.wan.text_dim)
+    grid, remat = states.token_grid(setup), model.wan.remat != "none"
+    wide = lambda role: setup.roles[role].wan
+    trains = functools.partial(update_flops, grid=grid, lora=bool(setup.lora.rank), remat=remat)
+    policy = states.rollout_params(state, dmd2.SAMPLED)
+    rows = {"ctx": vector((size, *row)), "cond": None, "x0": None}
+    latents = lambda n: vector((n, *states.latent_shape(setup)))
+    number = vector((), jnp.int32)
+    for expert in setup.experts:
+        own = dmd2._phase(setup, expert).steps
+        used = {e: policy[e] for e in policy if expert == "low" or e == "high"}
+        ids, uncond = vector((size,), jnp.int32), vector((1, *row))
+        call = dmd2._rollout.lower(used, rows, uncond, key, ids, number, setup=setup)
+        flops = wan.forward_flops(model.wan, grid) * size * (own.stop - 1)
+        phases[f"rollout {expert}"], _ = _measure(call, flops, samples // size)
+        for name in ("student", "critic"):
+            region = dmd2._regions(setup, expert)[0]
+            batch = dmd2.Batch(
+                {name: {expert: {"x": latents(samples)}}}, vector((samples, *row)), uncond, None,
+                0, {},
+            )  # fmt: skip
+            if settings.adversarial:
+                batch.latents[name][expert]["real"] = latents(samples)
+            given = functools.partial(
+                dmd2._data, state, setup, batch, expert, name, own.start, region
+            )
+            fixed = jax.eval_shape(lambda f=given: {k: f()[k] for k in ("level", "keys")})
+            data = {
+                "x": batch.latents[name][expert], "ctx": batch.ctx_BSE, "cond": None,
+                "uncond_1SE": uncond, "ratio_mean_N": state.running.get(region.critic),
+                **whole(fixed),
+            }  # fmt: skip
+            role, moved = ("critic", region.critic) if name == "critic" else ("student", expert)
+            judges = {}
+            if name == "student":
+                for judge, serving in (("teacher", region.teacher), ("critic", region.critic)):
+                    judges[judge] = states.role_params(state, judge)[serving]
+            optims = setup.optim if role == "student" else setup.role_optim[role]
+            call = dmd2._optimize.lower(
+                states.trainable(state, setup, role)[moved], states.optimizers(state, role)[moved],
+                states.frozen(state, setup, role)[moved], judges, data,
+                vector((samples // micro, micro), jnp.int32), setup=setup, task=name,
+                scale=settings.guidance[region.teacher], config=optims[moved],
+            )  # fmt: skip
+            one = trains(wide("critic") if role == "critic" else model.wan)
+            if name == "student":
+                one += 2 * wan.forward_flops(wide("teacher"), grid)
+                one += wan.forward_flops(wide("critic"), grid)
+            phases[f"{name} {expert}"], _ = _measure(call, samples * one, 1)
+    return phases
+
+
+def _plain(dtype: str):
+    """The dtype of weights that stay unquantised, see wan.store."""
+    return jnp.dtype("bfloat16" if dtype in quant.DTYPES else dtype)
 
 
 def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
@@ -474,6 +615,11 @@ def describe(result: dict) -> str:
         f"{gib(result['host_bytes'])} GiB; proposed mesh "
         + " ".join(f"{a}={n}" for a, n in result["proposed_mesh"].items() if n > 1)
     )
+    for option in result.get("advice", ()):
+        changes, peak = _in_words(option["changes"]), gib(option["peak"])
+        lines.append(f"fits with {changes}: peak {peak} GiB")
+    if result.get("advice") == []:
+        lines.append("no change that was tried makes it fit; take more devices or a smaller video")
     if result["estimate"]:
         lines.append("estimate: compiled for CPU devices; temporaries of the GPU kernel differ")
     return "\n".join(lines)
@@ -486,11 +632,14 @@ def _command_line(argv) -> None:
         result = make_plan(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
     except ValueError as error:
         sys.exit(f"wanjax.plan: {error}")
+    if not result["fits"] and _ADVISE.value:
+        result["advice"] = advise(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
     print(json.dumps(result, default=float) if _JSON.value else describe(result), flush=True)
 
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SIZE, such as v5p:4x4x4 or h100:8")
 _MODEL = flags.DEFINE_string("model", "", "preset of wanjax.models.presets; needs no weights")
+_ADVISE = flags.DEFINE_bool("advise", True, "look for changes that fit when the config does not")
 _JSON = flags.DEFINE_bool("json", False, "print JSON")
 
 if __name__ == "__main__":
