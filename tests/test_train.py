@@ -20,6 +20,7 @@ from wanjax import checkpoint, export, metrics, sample, train, trees
 from wanjax.algorithms import grpo, sft
 from wanjax.data import __main__ as data_command
 from wanjax.data import latents
+from wanjax.rewards import shapes
 
 
 @pytest.fixture(scope="session")
@@ -165,6 +166,16 @@ def test_config_errors_come_before_compiling_and_name_the_key(model, tmp_path, c
         train.main(config)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_parts_of_the_grammars_prompts_are_disjoint_and_complete():
+    whole = train._prompts("shapes:train:1")
+    parts = [train._prompts(f"shapes:train:1:{i}/3") for i in range(3)]
+    assert sorted(sum(parts, ())) == sorted(whole) == sorted(shapes.prompts("train", 1))
+    assert len(set(whole)) == sum(map(len, parts))
+    for wrong in ("shapes:train", "shapes:test:1", "shapes:train:3", "shapes:train:1:2/2"):
+        with pytest.raises(ValueError, match=f"prompts '{wrong}' are unknown; expected a file"):
+            train._prompts(wrong)
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one():

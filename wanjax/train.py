@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -530,13 +531,20 @@ def check_keys(config: dict, known: dict, where: str = "config") -> None:
 
 
 def _prompts(source: str) -> tuple[str, ...]:
-    """Prompts of a file, or of the embedded grammar as shapes:<train|heldout>:<1|2>; () for ""."""
+    """Prompts of a file, or in a fixed random order of the embedded grammar as
+    shapes:<train|heldout>:<1|2>, or one of n equal parts of them with :<part>/<n>; () for ""."""
     if not source:
         return ()
     if source.startswith("shapes:"):
-        _, split, count = source.split(":")
-        everything = shapes.prompts(split, int(count))
-        return tuple(shapes.prompts(split, int(count), len(everything), seed=0))
+        found = re.fullmatch(r"shapes:(train|heldout):([12])(?::(\d+)/([1-9]\d*))?", source)
+        if found is None or found[3] and int(found[3]) >= int(found[4]):
+            raise ValueError(
+                f"prompts {source!r} are unknown; expected a file, shapes:train:2, or one part of "
+                "two as shapes:heldout:1:0/2"
+            )
+        split, count, part, parts = found[1], int(found[2]), int(found[3] or 0), int(found[4] or 1)
+        everything = shapes.prompts(split, count, len(shapes.specs(split, count)), seed=0)
+        return tuple(everything[part::parts])
     return prompt_files.load_prompts(source)
 
 
