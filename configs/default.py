@@ -101,6 +101,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.clip = ConfigDict(dict(high=1e-4, low=1e-3))  # the low expert's log-probs are noisier
     c.kl = ConfigDict(dict(kind="g2h", high=0.0, low=0.0))  # weights; kinds g2, g2h, v_mse, x_mse
     c.guard = False  # GRPO-Guard
+    c.same_noise = False  # one initial noise a group: its rewards differ by SDE noise alone
     c.best_of = 0  # train on this many of a group, half of them its best, half its worst; 0 = all
     c.recompute_old_logp = False
     # ---- DiffusionNFT and its siblings AWM and online Flow-DPO (algorithm = "nft") ----

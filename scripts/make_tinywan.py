@@ -78,6 +78,7 @@ CATEGORIES = [(split, count) for split in ("train", "heldout") for count in (1, 
 
 def main():
     args = _arguments()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.distributed.start
     args.deadline = time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"{args.command} on {jax.devices()[0].device_kind}, state in {args.out}", flush=True)

@@ -24,6 +24,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.distributed.start
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

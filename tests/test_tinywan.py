@@ -137,3 +137,14 @@ def test_diffusers_pipeline_gives_the_same_frames(tinywan, tmp_path, adapted):
     ).frames
     assert theirs.shape == ours.shape == (2, 17, 64, 64, 3)
     np.testing.assert_allclose(ours, theirs, atol=2e-3)
+
+
+def test_captions_with_one_object_often_succeed(tinywan):
+    params, config = tinywan
+    captions = shapes.prompts("train", 1, 24, seed=11)
+    noise = jax.random.normal(jax.random.key(8), (24, 5, 8, 8, config.wan.in_channels))
+    frames = _generate(params, config, captions, noise, 10)
+    score_B, info = shapes.reward(np.clip(frames, 0, 1), captions)
+    assert score_B.mean() > 0.55 and info["strict"].mean() > 0.2
+    other_B, _ = shapes.reward(np.clip(frames, 0, 1), captions[1:] + captions[:1])
+    assert other_B.mean() < score_B.mean() - 0.2

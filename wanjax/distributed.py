@@ -69,6 +69,9 @@ def start(
     "0,1,…" or "". timeout: seconds to wait for the others. Raises ValueError for settings that
     cannot work and NeedsRestart, on every process reached, when some did not come in time.
     """
+    # CPU devices share a few threads: two programs in flight that both wait for a collective can
+    # starve each other for good (accelerators are not concerned)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
     if not place.coordinator:
         signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax is its owner

@@ -511,7 +511,8 @@ def _algorithm_config(config, roles: dict):
         )  # fmt: skip
     return grpo.Config(
         **common, kl_beta=beta, kl_kind=config.kl.kind, clip=config.clip.to_dict(),
-        guard=config.guard, best_of=config.best_of, recompute_old_logp=config.recompute_old_logp,
+        guard=config.guard, best_of=config.best_of, same_noise=config.same_noise,
+        recompute_old_logp=config.recompute_old_logp,
     )  # fmt: skip
 
 

@@ -5,10 +5,11 @@
         --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
 
 A row is the quickstart's config with a few keys changed (ROWS) and trained with every seed; success
-is strict, on held-out prompts with two objects from fixed noise. The 95 % interval is Wilson's over
-the clips of all seeds. A run that has its summary.json is not repeated, so a long table can be made
-in several calls; --minutes stops between two runs. Controls carry no information and must not gain:
-shuffled rewards, constant rewards, a student that does not move.
+is strict, on the evaluation prompts from fixed noise: captions with two objects and a held-out pair
+of colour and shape, and for the quickstart one object and a caption not trained on. The 95 %
+interval is Wilson's over the clips of all seeds. A run that has its summary.json is not repeated,
+so a long table can be made in several calls; --minutes stops between two runs. Controls carry no
+information and must not gain: shuffled rewards, constant rewards, a student that does not move.
 """
 
 import argparse
@@ -31,7 +32,9 @@ from wanjax.rewards import shapes
 
 GPU = {  # beside the quickstart's own settings
     "prompts_per_step": 16, "group_size": 16, "sampling.batch": 256, "micro_samples": 128,
-    "steps": 100, "save_every": 50, "eval.number": 256,
+    "steps": 100, "save_every": 50, "eval.number": 256, "same_noise": False, "sde.window": 1,
+    "guidance.high": 0.0, "guidance.low": 0.0,  # the model's
+    "prompts": "shapes:train:2", "eval.prompts": "shapes:heldout:2",
 }  # fmt: skip
 NFT = {"algorithm": "nft", "nft.train_guidance": True, "kl.high": 1e-4, "kl.low": 1e-4}
 PLAIN = {"steps": 0}

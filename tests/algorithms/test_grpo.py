@@ -319,3 +319,16 @@ def test_forwards_are_counted_by_hand():
     high = changed.sampling.schedule.high_steps
     want = {"collect": 8 * (high + 2 * (6 - high)), "update": 4 * (1 * 3 + 2 * 4)}
     assert grpo.forwards(changed) == want
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_group_may_start_from_one_noise(same):
+    """Before the first SDE step its samples are equal; after it, and across groups, they differ."""
+    setup = tiny.make_setup(algorithm__same_noise=same)
+    _, batch = _collect(setup)
+    x_WB, K = batch.trajectory.x, setup.algorithm.group_size
+    first = np.asarray(x_WB[0]).reshape(-1, K, *x_WB.shape[2:])
+    assert (np.ptp(first, axis=1).max() < 1e-5) == same
+    assert np.abs(first[0] - first[1]).max() > 0.1
+    after = np.asarray(batch.trajectory.x_next[0]).reshape(first.shape)
+    assert np.abs(np.diff(after, axis=1)).max() > 0.1

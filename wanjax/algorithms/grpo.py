@@ -42,6 +42,7 @@ class Config:
     kl_kind: str = "g2h"
     kl_beta: dict = field(default_factory=lambda: dict(high=0.0, low=0.0))  # 0: no reference pass
     guard: bool = False  # GRPO-Guard ratio normalisation
+    same_noise: bool = False  # a group starts from one initial noise (DanceGRPO)
     best_of: int = 0  # train on this many of each group, half its best, half its worst; 0 = all
     recompute_old_logp: bool = (
         False  # score under the trainer's own forward instead of the rollout's
@@ -196,7 +197,9 @@ def update(state, setup, batch: Batch):
 @functools.partial(jax.jit, static_argnames=("setup", "slots"))
 def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
     velocities = states.policy_velocities(policy, ctx_BSE, uncond_1SE, setup=setup)
-    x = sampler.initial_noise(key, ids, states.latent_shape(setup))
+    config: Config = setup.algorithm
+    first = ids // config.group_size * config.group_size if config.same_noise else ids
+    x = sampler.initial_noise(key, first, states.latent_shape(setup))
     return sampler.rollout(
         velocities, sharding.constrain(x, "batch", None, None, None, None), key, ids,
         setup.sampling.schedule, slot_I, slots=slots, kind=setup.sde.kind, eta=setup.sde.eta,
