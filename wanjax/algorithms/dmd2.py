@@ -297,8 +297,8 @@ def _take(state, setup, batch: Batch, expert: str, name: str):
         setup=setup, task=name, scale=config.guidance[region.teacher], config=optims[moved],
     )  # fmt: skip
     if config.adversarial and name == "student":
-        found = (metrics.pop(f"ratio_{kind}").sum(0) for kind in ("sum", "count"))
-        mean_N = dmd2.ratio_mean(state.running[region.critic], *found, RATIO_DECAY)
+        sum_N, count_N = (metrics.pop(f"ratio_{kind}").sum(0) for kind in ("sum", "count"))
+        mean_N = dmd2.ratio_mean(state.running[region.critic], sum_N, count_N, RATIO_DECAY)
         state = state.replace(running={**state.running, region.critic: mean_N})
     state = states.replace_trainable(state, setup, {moved: trained}, role)
     state = states.replace_optimizers(state, {moved: opt}, role)

@@ -100,7 +100,7 @@ def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfi
             jax.tree.map(part, tree.get(STACK, {})) for tree in (params, lora or {})
         )
         h = blocks.run_blocks(block, stack, lora_stack, h, side, remat=config.remat)
-        found.append(h[:, :length])
+        found.append(h[:, :length])  # pyright: ignore
         first = last + 1
     return jnp.stack(found)
 
