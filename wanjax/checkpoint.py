@@ -39,8 +39,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 # Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
 # long it runs, what it writes how often, where it lies, and what it runs on.
 VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
-VARIABLE_KEYS += ("alarms",)
-VARIABLE_KEYS += ("resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
+VARIABLE_KEYS += ("alarms", "resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
 
 
 def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
