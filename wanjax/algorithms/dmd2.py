@@ -207,12 +207,12 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
             "config.dmd2.gan_weight or divergence asks for a GAN head but the data are texts "
             "alone; set config.data.path to cached clips, or gan_weight = 0 and divergence = 'rkl'"
         )
-    step = int(state.step)
+    step, reads_clips = int(state.step), config.adversarial or config.rollout == "data_latent"
     repeat = lambda a: jnp.repeat(jnp.asarray(a), config.group_size, axis=0)
     rows = {
         "ctx": repeat(item.ctx_PSE),
         "cond": jax.tree.map(repeat, item.cond),
-        "x0": None if item.x0_PTHWC is None else repeat(item.x0_PTHWC),
+        "x0": repeat(item.x0_PTHWC) if reads_clips else None,
     }
     latents, metrics = {}, {}
     for name in _passes(setup, step):
