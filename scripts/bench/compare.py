@@ -12,7 +12,7 @@ import pathlib
 import subprocess
 import sys
 
-from report_table import write_section
+from report_table import card, write_section
 
 TITLES = {
     "forward": "DiT forward, 14B",
@@ -32,7 +32,7 @@ def main():
     parser.add_argument("--layers", default="40", help="fewer to try the scripts")
     parser.add_argument("--size", default="480x832x81")
     args = parser.parse_args()
-    here, rows, card = pathlib.Path(__file__).parent, [], _card()
+    here, rows = pathlib.Path(__file__).parent, []
     for figure in args.figures:
         sides = {}
         for side in ("ours", "peer"):
@@ -45,7 +45,7 @@ def main():
         if len(sides) == 2:
             rows.append(_row(figure, args, **sides))
             title = f"compare.py {figure}"
-            write_section(args.out, title, card, rows[-1:])
+            write_section(args.out, title, card(), rows[-1:])
 
 
 def _row(figure, args, ours, peer) -> dict:
@@ -60,11 +60,6 @@ def _row(figure, args, ours, peer) -> dict:
         "first call s": f"{ours['first_s']} / {peer['first_s']}",
         "stacks": f"{ours['stack']}; {peer['stack']}",
     }
-
-
-def _card() -> str:
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or "no GPU"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from report_table import timed
 
-from wanjax import optim, sampler, schedule
+from wanjax import optim, sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.losses import flow
@@ -35,11 +35,16 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
+    parser.add_argument("--batch", type=int, default=1, help="clips (forward, lora_step)")
+    parser.add_argument("--mesh", default="", help="axis=size,... (forward, lora_step)")
     args = parser.parse_args()
+    axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
+    mesh = sharding.make_mesh(axes) if axes else None
     for name in args.figures:
-        row = {"figure": name, **FIGURES[name](args), "layers": args.layers}
-        device = jax.devices()[0]
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+        with sharding.use_mesh(mesh):
+            row = {"figure": name, **FIGURES[name](args), "layers": args.layers}
+        stats = [device.memory_stats() or {} for device in jax.devices()]
+        peak = max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 2**30
         stack = f"jax {jax.__version__}"
         print(json.dumps({**row, "peak_gib": round(peak, 1), "stack": stack}), flush=True)
         jax.clear_caches()
@@ -49,16 +54,16 @@ def forward(args) -> dict:
     """One forward pass without guidance."""
     config, x, ctx = _inputs(args, remat="none")
     params = random_params(config, seed=0)
-    run = jax.jit(functools.partial(wan.denoise, config=config))
-    call = lambda i: float(run(params, None, x, jnp.full((1,), 900.0 - i), ctx)[0, 0, 0, 0, 0])
-    return _timed(call, args.repeats, wan.forward_flops(config, _grid(x)))
+    run = jax.jit(lambda *a: wan.denoise(*a, config=config)[:, 0, 0, 0, 0].sum())
+    call = lambda i: float(run(params, None, x, jnp.full((args.batch,), 900.0 - i), ctx))
+    return _timed(call, args.repeats, args.batch * wan.forward_flops(config, _grid(x)))
 
 
 def lora_step(args) -> dict:
     """One optimizer step of a rank-32 adapter: flow-matching loss, backward, AdamW."""
     config, x0, ctx = _inputs(args, remat="full")
     params = random_params(config, seed=0)
-    adapter = {"high": lora.init(jax.random.key(1), params, rank=32, alpha=32.0)}
+    adapter = {"high": _place(lora.init(jax.random.key(1), params, rank=32, alpha=32.0))}
     settings = {"high": optim.OptimConfig()}
     opt = {"high": optim.make(settings["high"]).init(adapter["high"])}
 
@@ -76,11 +81,11 @@ def lora_step(args) -> dict:
 
     def call(i):
         nonlocal adapter, opt
-        t = jnp.full((1, 1), 900.0 - i)  # one micro-batch of one sample
+        t = jnp.full((1, args.batch), 900.0 - i)  # one micro-batch
         adapter, opt, metrics = step(adapter, opt, params, x0, ctx, t)
         return float(metrics["loss/high"][0])
 
-    return _timed(call, args.repeats, 3 * wan.forward_flops(config, _grid(x0)))
+    return _timed(call, args.repeats, 3 * args.batch * wan.forward_flops(config, _grid(x0)))
 
 
 def grpo_iteration(args) -> dict:
@@ -171,14 +176,25 @@ def random_params(config, seed: int):
 
 
 def _draw(shapes, seed, dtype_of):
-    """Leaf by leaf, so that nothing is held twice."""
-    leaves, treedef = jax.tree.flatten(shapes)
-    draw = jax.jit(
-        lambda key, shape, dtype: jax.random.normal(key, shape, dtype) * 0.02, static_argnums=(1, 2)
-    )
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [draw(k, x.shape, dtype_of(x)) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, drawn)
+    """Leaf by leaf, so that nothing is held twice; on the mesh in use as training places it."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(shapes))))
+
+    def draw(x, where=None):
+        normal = lambda key: jax.random.normal(key, x.shape, dtype_of(x)) * 0.02
+        return jax.jit(normal, out_shardings=where)(next(keys))
+
+    return jax.tree.map(draw, shapes, *_shardings(shapes))
+
+
+def _place(tree):
+    """The tree on the mesh in use as training places it."""
+    return jax.tree.map(jax.device_put, tree, *_shardings(tree))
+
+
+def _shardings(tree):
+    """[its shardings on the mesh in use], or [] without a mesh."""
+    mesh = jax.sharding.get_mesh()
+    return [sharding.tree_shardings(mesh, tree, wan.logical_axes)] if mesh.shape else []
 
 
 def _vae_params(config):
@@ -192,9 +208,9 @@ def _inputs(args, **run):
     """(WanConfig, latents of one clip, text rows)."""
     config = dataclasses.replace(MODEL.wan, dtype="bfloat16", num_layers=args.layers, **run)
     height, width, frames = map(int, args.size.split("x"))
-    shape = (1, (frames - 1) // 4 + 1, height // 8, width // 8, 16)
+    shape = (args.batch, (frames - 1) // 4 + 1, height // 8, width // 8, 16)
     keys = jax.random.split(jax.random.key(1), 2)
-    ctx = jax.random.normal(keys[1], (1, 512, 4096), jnp.float32)
+    ctx = jax.random.normal(keys[1], (args.batch, 512, 4096), jnp.float32)
     return config, jax.random.normal(keys[0], shape, jnp.float32), ctx
 
 

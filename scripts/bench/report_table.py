@@ -3,7 +3,18 @@ of a markdown file."""
 
 import pathlib
 import statistics
+import subprocess
 import time
+
+
+def card() -> str:
+    """Name of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    except FileNotFoundError:
+        found = []
+    return found[0] if found else "no GPU"
 
 
 def timed(call, repeats: int) -> dict:
