@@ -171,6 +171,7 @@ def _optim() -> ConfigDict:
         dict(
             lr=1e-4,
             warmup=0,  # optimizer steps
+            decay=0,  # optimizer steps of linear decay to 0 after them; 0 = constant
             b1=0.9,
             b2=0.999,
             eps=1e-8,

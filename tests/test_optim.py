@@ -41,10 +41,15 @@ def test_clipping_bounds_the_first_moment():
     np.testing.assert_allclose(mu, [0.06, 0.08], rtol=1e-6)
 
 
-@pytest.mark.parametrize("warmup, rates", [(0, [1.0, 1.0, 1.0]), (2, [0.5, 1.0, 1.0])])
-def test_warm_up_is_linear_and_zero_means_none(warmup, rates):
-    rate = optim.learning_rate(optim.OptimConfig(lr=1.0, warmup=warmup))
-    assert [float(rate(i)) for i in range(3)] == rates
+@pytest.mark.parametrize("warmup, decay, rates", [
+    (0, 0, [1.0, 1.0, 1.0]),
+    (2, 0, [0.5, 1.0, 1.0]),
+    (0, 2, [1.0, 0.5, 0.0, 0.0]),
+    (2, 2, [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]),
+])  # fmt: skip
+def test_warm_up_and_decay_are_linear_and_zero_means_none(warmup, decay, rates):
+    rate = optim.learning_rate(optim.OptimConfig(lr=1.0, warmup=warmup, decay=decay))
+    assert [float(rate(i)) for i in range(len(rates))] == rates
 
 
 def test_negative_settings_are_refused():

@@ -23,6 +23,7 @@ class OptimConfig:
 
     lr: float = 1e-4
     warmup: int = 0  # optimizer steps of linear warm-up
+    decay: int = 0  # optimizer steps of linear decay to 0 that follow; 0 = constant
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -32,8 +33,8 @@ class OptimConfig:
 
 def make(config: OptimConfig) -> optax.GradientTransformation:
     """The transformation for a tree of weights or of adapters; adapter scales are never moved."""
-    if config.lr < 0 or config.warmup < 0 or config.clip_norm < 0:
-        raise ValueError(f"optim has a negative lr, warmup or clip_norm: {config}")
+    if min(config.lr, config.warmup, config.decay, config.clip_norm) < 0:
+        raise ValueError(f"optim has a negative lr, warmup, decay or clip_norm: {config}")
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     adam = optax.adamw(
         learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay
@@ -43,9 +44,13 @@ def make(config: OptimConfig) -> optax.GradientTransformation:
 
 def learning_rate(config: OptimConfig) -> optax.Schedule:
     """Learning rate as a function of the optimizer's own step count."""
-    if not config.warmup:
-        return lambda count: config.lr
-    return lambda count: config.lr * jnp.minimum(1.0, (count + 1) / config.warmup)
+
+    def rate(count):
+        rise = (count + 1) / config.warmup if config.warmup else 1.0
+        fall = 1 - (count - config.warmup) / config.decay if config.decay else 1.0
+        return config.lr * jnp.maximum(jnp.minimum(jnp.minimum(rise, fall), 1.0), 0.0)
+
+    return rate
 
 
 def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):

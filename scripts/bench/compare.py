@@ -31,12 +31,14 @@ def main():
     parser.add_argument("--repeats", default="5")
     parser.add_argument("--layers", default="40", help="fewer to try the scripts")
     parser.add_argument("--size", default="480x832x81")
+    parser.add_argument("--remat", default="full", help="ours.py's policy for lora_step")
     args = parser.parse_args()
     here, rows = pathlib.Path(__file__).parent, []
     for figure in args.figures:
         sides = {}
         for side in ("ours", "peer"):
             options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
+            options += ["--remat", args.remat] if side == "ours" else []
             command = [sys.executable, str(here / f"{side}.py"), figure, *options]
             done = subprocess.run(command, capture_output=True, text=True)
             print(done.stdout or f"{side} {figure} failed:\n{done.stderr[-3000:]}", flush=True)
@@ -44,7 +46,8 @@ def main():
                 sides[side] = json.loads(done.stdout.strip().splitlines()[-1])
         if len(sides) == 2:
             rows.append(_row(figure, args, **sides))
-            title = f"compare.py {figure}"
+            policy = f" --remat {args.remat}" if args.remat != "full" else ""
+            title = f"compare.py {figure}{policy}"
             write_section(args.out, title, card(), rows[-1:])
 
 

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import time
 
@@ -35,9 +36,13 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
+    parser.add_argument("--remat", default="full", help="policy of lora_step")
     parser.add_argument("--batch", type=int, default=1, help="clips (forward, lora_step)")
     parser.add_argument("--mesh", default="", help="axis=size,... (forward, lora_step)")
     args = parser.parse_args()
+    if args.remat != "full":  # see wanjax.models.blocks
+        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
     mesh = sharding.make_mesh(axes) if axes else None
     for name in args.figures:
@@ -61,7 +66,7 @@ def forward(args) -> dict:
 
 def lora_step(args) -> dict:
     """One optimizer step of a rank-32 adapter: flow-matching loss, backward, AdamW."""
-    config, x0, ctx = _inputs(args, remat="full")
+    config, x0, ctx = _inputs(args, remat=args.remat)
     params = random_params(config, seed=0)
     adapter = {"high": _place(lora.init(jax.random.key(1), params, rank=32, alpha=32.0))}
     settings = {"high": optim.OptimConfig()}

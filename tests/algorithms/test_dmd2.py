@@ -622,3 +622,9 @@ def test_gan_needs_clips_and_known_words():
     wrong = dataclasses.replace(GAN.algorithm, gan_weight=-1.0)
     with pytest.raises(ValueError, match="config.dmd2.gan_weight is -1.0"):
         dmd2.check(dataclasses.replace(GAN, algorithm=wrong))
+
+
+def test_gan_head_is_refused_under_a_pipeline_before_anything_runs():
+    with sharding.use_mesh(sharding.make_mesh({"stage": 2, "data": 4})):
+        with pytest.raises(ValueError, match="mesh.stage = 2 splits; set config.mesh.stage to 1"):
+            _start(GAN)

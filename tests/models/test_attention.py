@@ -141,35 +141,38 @@ def test_kernels_and_forms_that_cannot_run_are_refused(rng, kwargs, text):
             attention.attend(q, k, v)
 
 
-def test_flash_attention_3_gets_its_arguments_in_order(rng, monkeypatch):
-    """The wheel's two functions, stood in for by the xla kernel with their signatures."""
-
-    def forward(q, k, v, softmax_scale, is_causal, window_size):
-        assert (softmax_scale, is_causal, window_size) == (1 / math.sqrt(128), False, (-1, -1))
-        return attention._xla(q, k, v, 1)
-
-    def backward(dout, q, k, v, out, lse, softmax_scale, is_causal, window_size):
-        assert (softmax_scale, is_causal, window_size) == (1 / math.sqrt(128), False, (-1, -1))
-        return attention._xla_backward(q, k, v, out, lse, dout, 1)
-
-    wheel = types.ModuleType("flash_attn3_jax")
-    wheel.__spec__ = types.SimpleNamespace()
-    wheel.flash_hlo = types.SimpleNamespace(_flash_mha_fwd_hlo=forward, _flash_mha_bwd_hlo=backward)
-    monkeypatch.setitem(sys.modules, "flash_attn3_jax", wheel)
-    qkv = tuple(x.astype(jnp.bfloat16) for x in _qkv(rng, K=128))
-    assert attention.resolve("auto", jnp.bfloat16, 128) == "xla"  # no Hopper here
-    _assert_equals_oracle(qkv, {}, last_count=3, kernel="fa3", rtol=0.05)
-
-
-def test_cudnn_lowers_to_one_forward_and_one_backward_call(monkeypatch):
+def _cudnn_calls(kernel, monkeypatch):
+    """cuDNN's calls in the derivative of this kernel, lowered for a GPU."""
     for name, answer in (("check_cudnn_version", 91000), ("check_is_flash_attention", None)):
         monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer: answer)
     shape = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-    loss = lambda *qkv: attention.attend(*qkv, kernel="cudnn").astype(jnp.float32).sum()
+    loss = lambda *qkv: attention.attend(*qkv, kernel=kernel).astype(jnp.float32).sum()
     lowered = (
         jax.jit(jax.grad(loss, (0, 1, 2)))
         .trace(shape, shape, shape)
         .lower(lowering_platforms=("cuda",))
     )
-    calls = re.findall(r"custom_call @(__cudnn\S+?)\(", lowered.as_text())
+    return re.findall(r"custom_call @(__cudnn\S+?)\(", lowered.as_text())
+
+
+def test_flash_attention_3_gets_its_arguments_in_order_and_cudnn_goes_back(rng, monkeypatch):
+    """The wheel's function, stood in for by the xla kernel with its signature."""
+
+    def forward(q, k, v, softmax_scale, is_causal, window_size):
+        assert (softmax_scale, is_causal, window_size) == (1 / math.sqrt(128), False, (-1, -1))
+        return attention._xla(q, k, v, 1)
+
+    wheel = types.ModuleType("flash_attn3_jax")
+    wheel.__spec__ = types.SimpleNamespace()
+    wheel.flash_hlo = types.SimpleNamespace(_flash_mha_fwd_hlo=forward)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", wheel)
+    qkv = tuple(x.astype(jnp.bfloat16) for x in _qkv(rng, K=128))
+    assert attention.resolve("auto", jnp.bfloat16, 128) == "xla"  # no Hopper here
+    got = attention.attend(*qkv, last_count=3, kernel="fa3")
+    np.testing.assert_allclose(got, _oracle(*qkv, 3)[0], rtol=0.05, atol=0.05)
+    assert _cudnn_calls("fa3", monkeypatch) == ["__cudnn$fmhaSoftmaxBackward"]
+
+
+def test_cudnn_lowers_to_one_forward_and_one_backward_call(monkeypatch):
+    calls = _cudnn_calls("cudnn", monkeypatch)
     assert calls == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]

@@ -178,6 +178,12 @@ def init(key, setup: states.Setup, params: dict) -> states.State:
         role_key = jax.random.fold_in(key, 100 + number)
         state = states.with_role(role_key, state, setup, role, params.get(role))
     if setup.algorithm.adversarial:
+        stages = sharding.mesh_shape().get("stage", 1)
+        if stages > 1:
+            raise ValueError(
+                f"a GAN head reads single blocks of the critic, which mesh.stage = {stages} splits; "
+                "set config.mesh.stage to 1, or dmd2.gan_weight = 0 and divergence = 'rkl'"
+            )
         state = _with_heads(jax.random.fold_in(key, 200), state, setup)
     return states.average(state, "ema", jax.tree.map(jnp.copy, states.trainable(state, setup)))
 
