@@ -181,7 +181,7 @@ def init(key, setup: states.Setup, params: dict) -> states.State:
         stages = sharding.mesh_shape().get("stage", 1)
         if stages > 1:
             raise ValueError(
-                f"a GAN head reads single blocks of the critic, which mesh.stage = {stages} splits; "
+                f"a GAN head reads single blocks of the critic, mesh.stage = {stages} splits them; "
                 "set config.mesh.stage to 1, or dmd2.gan_weight = 0 and divergence = 'rkl'"
             )
         state = _with_heads(jax.random.fold_in(key, 200), state, setup)
