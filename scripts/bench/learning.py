@@ -33,7 +33,9 @@ from wanjax.rewards import shapes
 GPU = {  # beside the quickstart's own settings
     "prompts_per_step": 16, "group_size": 16, "sampling.batch": 256, "micro_samples": 128,
     "steps": 100, "save_every": 50, "eval.number": 256, "same_noise": False, "sde.window": 1,
-    "sde.eta": 0.7,
+    "sde.eta": 0.7, "sampling.steps": 10, "advantage": "flow_grpo", "lora.rank": 16,
+    "lora.alpha": 32.0, "optim.high.lr": 1e-3, "optim.low.lr": 1e-3, "optim.high.decay": 0,
+    "optim.low.decay": 0,
     "guidance.high": 0.0, "guidance.low": 0.0,  # the model's
     "prompts": "shapes:train:2", "eval.prompts": "shapes:heldout:2",
 }  # fmt: skip
