@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from wanjax import train
+from wanjax import distributed, train
 from wanjax.data import __main__ as data
 from wanjax.data import video
 from wanjax.rewards import shapes
@@ -103,6 +103,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--short", action="store_true", help="try the script: one step, few clips")
     args = parser.parse_args()
+    distributed.start()
     rows = args.rows or [name for name in ROWS if not name.startswith("quickstart")]
     deadline = time.time() + 60 * args.minutes
     for name in rows:
