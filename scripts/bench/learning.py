@@ -5,8 +5,8 @@
         --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
 
 A row is the quickstart's config with a few keys changed (ROWS) and trained with every seed; success
-is strict, on the evaluation prompts from fixed noise: captions with two objects and a held-out pair
-of colour and shape, and for the quickstart one object and a caption not trained on. The 95 %
+is strict, on the evaluation prompts from fixed noise: captions with two objects, for the quickstart
+ones that it does not train on, else ones with a held-out pair of colour and shape. The 95 %
 interval is Wilson's over the clips of all seeds. A run that has its summary.json is not repeated,
 so a long table can be made in several calls; --minutes stops between two runs. Controls carry no
 information and must not gain: shuffled rewards, constant rewards, a student that does not move.
