@@ -15,7 +15,6 @@ import difflib
 import functools
 import json
 import math
-import os
 import pathlib
 import re
 import sys
@@ -50,7 +49,7 @@ from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.data import latents, text, video
 from wanjax.data import prompts as prompt_files
 from wanjax.losses import flow
-from wanjax.models import condition, presets, quant, wan
+from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.rewards import shapes
 
 ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
@@ -675,9 +674,7 @@ def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
     config = _CONFIG.value
-    if config.model.remat in ("save_attention", "offload"):  # see models.blocks
-        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    blocks.set_xla_flags(config.model.remat)
     place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
         distributed.start(*place)

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import statistics
 import time
 
@@ -24,7 +23,7 @@ from wanjax import optim, sampler, schedule, sharding
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.losses import flow
-from wanjax.models import lora, presets, umt5, vae, wan
+from wanjax.models import blocks, lora, presets, umt5, vae, wan
 
 MODEL = presets.MODELS["wan2.2_t2v_a14b"]
 GRPO = dict(height=480, width=480, frames=5, steps=10, samples=16, rank=64)
@@ -40,9 +39,7 @@ def main():
     parser.add_argument("--batch", type=int, default=1, help="clips (forward, lora_step)")
     parser.add_argument("--mesh", default="", help="axis=size,... (forward, lora_step)")
     args = parser.parse_args()
-    if args.remat != "full":  # see wanjax.models.blocks
-        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    blocks.set_xla_flags(args.remat)
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
     mesh = sharding.make_mesh(axes) if axes else None
     for name in args.figures:

@@ -4,12 +4,11 @@ remat by a named policy.
 A policy decides what the backward pass finds again instead of computing it: "none" keeps every
 intermediate; "full" only the input of each block; "save_attention" also output and log-sum-exp of
 self-attention, so that its kernel never runs twice; "offload" the same with the block inputs and
-attention outputs in host memory (log-sum-exps, 1/K as large, stay). On GPUs XLA needs
---xla_gpu_enable_dynamic_slice_fusion=false for "save_attention": its fusion would otherwise run the
-kernel once more to write the kept copy.
+attention outputs in host memory (log-sum-exps, 1/K as large, stay).
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,14 @@ REMAT = {
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
+
+
+def set_xla_flags(remat: str) -> None:
+    """Set what this policy needs of XLA on GPUs; call before any use of devices. Its fusion would
+    otherwise run the attention kernel once more to write the kept copy."""
+    if remat in ("save_attention", "offload"):
+        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 
 def run_blocks(block, params, lora, h, side, *, remat: str = "none", real=None):
