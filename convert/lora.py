@@ -13,7 +13,6 @@ Dimension legend: R rank, I inputs, O outputs, L layers.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ import jax
 import numpy as np
 
 from convert import disk, files, names, weights
-from wanjax import trees
+from wanjax import __version__, trees
 from wanjax.models import presets, wan
 
 EXPERTS = ("high", "low")
@@ -674,7 +673,7 @@ def _render(adapter: Adapter, expert, dialect: str, combined: bool):
     alphas = sorted({round(p.scale * p.rank, 6) for p in pairs.values()})
     metadata = {k: str(v) for k, v in adapter.metadata.items() if k not in _OWN}
     metadata |= {
-        "wanjax.version": importlib.metadata.version("wanjax"),
+        "wanjax.version": __version__,
         "wanjax.rank": json.dumps(ranks),
         "wanjax.alpha": json.dumps(alphas),
     }

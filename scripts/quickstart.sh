@@ -7,5 +7,4 @@ set -euo pipefail
 CONFIG=${CONFIG:-configs/quickstart.py}
 
 source "$(dirname "$0")/venv.sh" ""
-export JAX_NUM_CPU_DEVICES=${JAX_NUM_CPU_DEVICES:-2}  # two halves of a batch use two cores best
 run "$PY" -m wanjax.train --config "$CONFIG" "$@"

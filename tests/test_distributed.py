@@ -300,6 +300,23 @@ def pair(commands):
     return [process.returncode for process in processes], outputs, time.monotonic() - started
 
 
+def test_cpu_devices_have_threads_to_spare_for_collectives():
+    """With two threads, a collective of one device starved the other device of its only helper."""
+    code = """
+import os
+from wanjax import distributed
+distributed.start()
+import jax
+jax.numpy.zeros(3).block_until_ready()
+print(sum("XLAEigen" in open(f"/proc/self/task/{t}/comm").read()
+          for t in os.listdir("/proc/self/task")))
+"""
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) >= 8, done.stdout + done.stderr
+
+
 def children(port, mode):
     return pair([[sys.executable, "-c", CHILD, str(port), str(rank), mode] for rank in (0, 1)])
 

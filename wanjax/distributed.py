@@ -37,8 +37,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from wanjax import __version__
+
 RESTART = 42
-PACKAGES = ("wanjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _GREETING = "wanjax-roll-call"
 _LOOPBACK = ("localhost", "127.0.0.1")
 _stop_asked = False  # a single process was told to stop by SIGTERM
@@ -69,9 +71,12 @@ def start(
     "0,1,…" or "". timeout: seconds to wait for the others. Raises ValueError for settings that
     cannot work and NeedsRestart, on every process reached, when some did not come in time.
     """
-    # CPU devices share a few threads: two programs in flight that both wait for a collective can
-    # starve each other for good (accelerators are not concerned)
+    # CPU devices share a few threads, which wait for collectives: two programs in flight, or one on
+    # as few threads as cores, can starve each other for good (accelerators are not concerned)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    devices = jax.config.jax_num_cpu_devices
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # read by XLA:CPU, its threads
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
     if not place.coordinator:
         signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax is its owner
@@ -164,6 +169,12 @@ def everywhere(fn: Callable[[], Any]) -> Any:
     return result
 
 
+def versions() -> dict[str, str]:
+    """Versions of python, wanjax and the packages that results may depend on."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "wanjax": __version__, **found}
+
+
 def agree(facts: Mapping[str, Any]) -> None:
     """Raise ValueError on every process if package versions, code or `facts` (nested, JSON) differ.
 
@@ -171,8 +182,8 @@ def agree(facts: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    mine = {f"version of {name}": importlib.metadata.version(name) for name in PACKAGES}
-    mine |= {"version of python": platform.python_version(), "code": _code(), **facts}
+    mine = {f"version of {name}": version for name, version in versions().items()}
+    mine |= {"code": _code(), **facts}
     text = json.dumps(_dotted(mine), sort_keys=True)
     if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return

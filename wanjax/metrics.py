@@ -11,7 +11,6 @@ Values may be device arrays: they are fetched when the next step is written, so 
 
 import collections
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -28,6 +27,8 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from wanjax import distributed
 
 EXPERTS = ("high", "low")
 # What the progress line shows, if present: metric name -> label.
@@ -269,11 +270,9 @@ def peak_memory() -> dict[str, float]:
 
 def environment() -> dict[str, str]:
     """Return the versions and devices that results may depend on."""
-    packages = ("wanjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **distributed.versions(),
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "processes": str(jax.process_count()),
         "platform": platform.platform(),

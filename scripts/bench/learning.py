@@ -4,15 +4,17 @@
     python scripts/bench/learning.py --out scripts/bench/quickstart.md \
         --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
 
-A row is the quickstart's config with a few keys changed (ROWS) and trained with every seed; success
-is strict, on the evaluation prompts from fixed noise: captions with two objects, for the quickstart
-ones that it does not train on, else ones with a held-out pair of colour and shape. The 95 %
-interval is Wilson's over the clips of all seeds. A run that has its summary.json is not repeated,
-so a long table can be made in several calls; --minutes stops between two runs. Controls carry no
-information and must not gain: shuffled rewards, constant rewards, a student that does not move.
+A row is a config (ROWS) trained with every seed. Success is strict, on captions that are not
+trained on, from fixed noise. The 95 % interval is Wilson's over the clips of all seeds. A run that
+has its summary.json is not repeated, so a long table can be made in several calls, or by several
+copies of the command at a time, on one or more cards; --minutes stops between two runs. Controls
+carry no information and must not gain: shuffled rewards, constant rewards, a student that does not
+move.
 """
 
 import argparse
+import fcntl
+import itertools
 import json
 import math
 import pathlib
@@ -24,38 +26,47 @@ import zlib
 import jax
 import numpy as np
 
-from configs import quickstart
+from configs import default, quickstart
 from wanjax import distributed, train
 from wanjax.data import __main__ as data
 from wanjax.data import video
 from wanjax.rewards import shapes
 
-GPU = {  # beside the quickstart's own settings
-    "prompts_per_step": 16, "group_size": 16, "sampling.batch": 256, "micro_samples": 128,
-    "steps": 100, "save_every": 50, "eval.number": 256, "same_noise": False, "sde.window": 1,
-    "sde.eta": 0.7, "sampling.steps": 10, "advantage": "flow_grpo", "lora.rank": 16,
-    "lora.alpha": 32.0, "optim.high.lr": 1e-3, "optim.low.lr": 1e-3, "optim.high.decay": 0,
-    "optim.low.decay": 0,
-    "guidance.high": 0.0, "guidance.low": 0.0,  # the model's
-    "prompts": "shapes:train:2", "eval.prompts": "shapes:heldout:2",
+GPU = {
+    "model.path": "tinywan22", "model.dtype": "float32", "model.param_dtype": "float32",
+    "model.remat": "none", "lora.rank": 8, "lora.alpha": 16.0, "steps": 60, "save_every": 60,
+    "sample_every": 0, "sampling.height": 64, "sampling.width": 64, "sampling.frames": 17,
+    "sampling.steps": 4, "sampling.batch": 64, "prompts_per_step": 8, "group_size": 8,
+    "guidance.high": 1.0, "guidance.low": 1.0, "micro_samples": 64,
+    "sde.eta": 0.5, "same_noise": True, "advantage": "flow_grpo_global", "clip.high": 1e-3,
+    "optim.high.lr": 1e-3, "optim.low.lr": 1e-3, "optim.high.decay": 60, "optim.low.decay": 60,
+    "prompts": "shapes:train:1:0/2", "eval.prompts": "shapes:train:1:1/2", "eval.number": 78,
 }  # fmt: skip
-NFT = {"algorithm": "nft", "nft.train_guidance": True, "kl.high": 1e-4, "kl.low": 1e-4}
-PLAIN = {"steps": 0}
+NFT = {
+    "algorithm": "nft", "kl.high": 1e-4, "kl.low": 1e-4,
+    "optim.high.lr": 2e-4, "optim.low.lr": 2e-4,
+}  # fmt: skip
+PLAIN = {"steps": 0, "algorithm": "nft", "nft.timesteps": 1}  # nft: any number of sampler steps
+TEACHER = {"guidance.high": 0.0, "guidance.low": 0.0, "nft.train_guidance": True}  # the model's
 DMD2 = {
-    "algorithm": "dmd2", "prompts_per_step": 256, "group_size": 1, "steps": 1000,
-    "sampling.grid": "explicit", "sampling.sigmas": (1.0, 0.75, 0.5, 0.25),
-    "guidance.high": 1.0, "guidance.low": 1.0, "dmd2.ema_start": 20,
-    "optim.high.lr": 3e-4, "optim.low.lr": 3e-4,
+    "algorithm": "dmd2", "prompts_per_step": 64, "group_size": 1, "steps": 600,
+    "optim.high.decay": 600, "optim.low.decay": 600, "dmd2.ema_start": 20,
+    "roles.critic.optim.high.lr": 1e-3, "roles.critic.optim.low.lr": 1e-3,
 }  # fmt: skip
-TWO_STEPS = {"sampling.sigmas": (1.0, 0.5)}
+TWO_STEPS = {
+    "sampling.steps": 2, "sampling.grid": "explicit", "sampling.sigmas": (1.0, 0.5),
+}  # fmt: skip
 HIGH, LOW = {"experts": ("high",)}, {"experts": ("low",)}
 SHUFFLED, CONSTANT = {"reward": "shuffled"}, {"reward": "constant"}
 STILL = {"optim.high.lr": 0.0, "optim.low.lr": 0.0}
 ROWS: dict[str, dict] = {
-    "base, 10 steps": GPU | PLAIN,
-    "base, 4 steps": GPU | PLAIN | {"sampling.steps": 4},
-    "teacher, 40 steps": GPU | PLAIN | {"sampling.steps": 40},
-    "SFT": GPU | {"algorithm": "sft", "data.path": "clips", "data.batch": 128, "steps": 300},
+    "base": GPU | PLAIN,
+    "base, 2 steps": GPU | PLAIN | TWO_STEPS,
+    "teacher, 40 steps, CFG": GPU | PLAIN | TEACHER | {"sampling.steps": 40},
+    "SFT": GPU | {
+        "algorithm": "sft", "data.path": "clips", "data.batch": 64,
+        "optim.high.lr": 3e-4, "optim.low.lr": 3e-4,
+    },
     "GRPO flow, both": GPU,
     "GRPO dance, both": GPU | {"sde.kind": "dance", "sde.eta": 0.3},
     "GRPO cps, both": GPU | {"sde.kind": "cps", "sde.eta": 0.7},
@@ -63,13 +74,18 @@ ROWS: dict[str, dict] = {
     "GRPO flow, low": GPU | LOW,
     "GRPO flow, shuffled rewards": GPU | SHUFFLED,
     "NFT": GPU | NFT,
+    "NFT, half as many videos": GPU | NFT | {
+        "steps": 30, "optim.high.decay": 30, "optim.low.decay": 30,
+    },
     "NFT, constant reward": GPU | NFT | CONSTANT,
     "AWM": GPU | NFT | {"nft.loss": "awm", "nft.old_decay": 0, "nft.ema_decay": 0.3},
-    "Flow-DPO": GPU | NFT | {"nft.loss": "dpo", "micro_samples": 16},
+    "Flow-DPO": GPU | NFT | {
+        "nft.loss": "dpo", "micro_samples": 8, "optim.high.lr": 1e-3, "optim.low.lr": 1e-3,
+    },
     "DMD2 4 steps, LoRA, joint": GPU | DMD2,
     "DMD2 2 steps, LoRA, joint": GPU | DMD2 | TWO_STEPS,
     "DMD2 4 steps, full, joint": GPU | DMD2 | {
-        "lora.rank": 0, "optim.high.lr": 3e-5, "optim.low.lr": 3e-5,
+        "lora.rank": 0, "optim.high.lr": 1e-4, "optim.low.lr": 1e-4,
     },
     "DMD2 4 steps, LoRA, high": GPU | DMD2 | HIGH,
     "DMD2 4 steps, LoRA, then low": GPU | DMD2 | LOW | {
@@ -101,31 +117,42 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
+    parser.add_argument("--note", default="", help="words for the head of the table")
     parser.add_argument("--short", action="store_true", help="try the script: one step, few clips")
     args = parser.parse_args()
     distributed.start()
     rows = args.rows or [name for name in ROWS if not name.startswith("quickstart")]
     deadline = time.time() + 60 * args.minutes
-    for name in rows:
-        for seed in args.seeds:
-            if not _folder(args, name, seed).joinpath("summary.json").is_file():
-                if time.time() > deadline:
-                    print(f"out of time before {name}, seed {seed}: run it again", flush=True)
-                    return
-                train.main(config_of(args, name, seed))
-                jax.clear_caches()
-        write(args, rows)
+    for seed, name in itertools.product(args.seeds, rows):
+        folder = _folder(args, name, seed)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # another copy of this script makes it
+            if folder.joinpath("summary.json").is_file():
+                continue
+            if time.time() > deadline:
+                print(f"out of time before {name}, seed {seed}: run it again", flush=True)
+                break
+            train.main(config_of(args, name, seed))
+            jax.clear_caches()
+    write(args, rows)
 
 
 def config_of(args, name: str, seed: int):
     """The config of one run."""
-    config = quickstart.get_config()
+    config = (quickstart if name.startswith("quickstart") else default).get_config()
     folder = _folder(args, name, seed)
     config.name, config.workdir, config.seed = folder.name, str(folder.parent), seed
     changes = dict(ROWS[name])
-    if (reward := changes.pop("reward", None)) is not None:
-        del config.reward["shapes"]
-        config.reward[f"{pathlib.Path(__file__).stem}:{reward}"] = 1.0
+    reward = changes.pop("reward", "shapes")
+    if reward != "shapes":
+        reward = f"{pathlib.Path(__file__).stem}:{reward}"
+    for old in list(config.reward):
+        del config.reward[old]
+    config.reward[reward] = 1.0
     if (first := changes.pop("start", None)) is not None:
         export = _folder(args, first, seed) / "export"
         changes["lora.start"] = tuple(str(p) for p in sorted(export.glob("*high_noise*")))
@@ -148,10 +175,11 @@ def config_of(args, name: str, seed: int):
 
 def write(args, rows) -> None:
     """The table of all runs that have ended."""
+    note = f"; {args.note}" if args.note else ""
     lines = [
         "# What each way of training reaches", "",
         f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}; made by "
-        f"`python scripts/bench/learning.py`, seeds {args.seeds}", "",
+        f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}", "",
         "| row | success before | success after, 95 % | gain, points | videos made | seconds |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
