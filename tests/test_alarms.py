@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import alarms, checkpoint, rewards, train
+from wanjax import alarms, checkpoint, rewards, train, trees
+from wanjax.models import lora
 
 
 def test_a_limit_rings_once_after_enough_steps_in_a_row():
@@ -21,7 +22,7 @@ def test_a_limit_rings_once_after_enough_steps_in_a_row():
 @pytest.mark.parametrize(
     ("limits", "patience", "text"),
     [
-        ({"a": (1.0, 0.0)}, 1, r"config.alarms.limits has 'a': \(1.0, 0.0\)"),
+        ({"a": (1.0, 0.0)}, 1, r"config.alarms has 'a': \(1.0, 0.0\)"),
         ({"a": (1.0,)}, 1, "expected .lowest, highest."),
         ({}, 0, "config.alarms.patience is 0"),
     ],
@@ -55,7 +56,7 @@ def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, capsys, 
     changes = dict(steps=9, save_every=1, eval_every=1, keep_last=1, alarms__patience=4)
     config = tiny.make_config(model, tmp_path, **changes)
     config.alarms.limits["reward/mean"] = (2.0, 3.0)  # never so
-    config.alarms.action = "stop"
+    config.alarms.action = "stop"  # and the first step's own limits hold
     with pytest.raises(alarms.Collapsed, match="step 3: reward/mean is .* best .* at step 1"):
         train.main(config)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -65,3 +66,22 @@ def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, capsys, 
     config.steps = 10  # four more outside, and one that tells
     train.main(config)
     assert "alarm at step" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_policy_that_is_not_the_reference_is_told_at_the_first_step(
+    tmp_path, capsys, monkeypatch
+):
+    real = lora.init
+
+    def moved(*args, **kwargs):  # an adapter that is no identity
+        tree = real(*args, **kwargs)
+        return trees.map_paths(lambda path, x: x + 0.3 if path.endswith("/b") else x, tree)
+
+    monkeypatch.setattr(lora, "init", moved)
+    model = tiny.save_model(tmp_path / "model")
+    changes = dict(steps=2, algorithm="nft", nft__train_guidance=True, kl__high=0.1, kl__low=0.1)
+    train.main(tiny.make_config(model, tmp_path, **changes))
+    told = capsys.readouterr().out
+    assert "alarm at step 0: nft/kl/high is" in told and "alarm at step 0: nft/kl/low is" in told
+    assert "nft/old_deviate" not in told

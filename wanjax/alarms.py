@@ -3,7 +3,9 @@
 Groups without reward spread give no gradient; still, burnt-out or black videos and velocities far
 from the reference's are how reward hacking usually looks. A limit is a metric's name, which may be
 a shell pattern, with the lowest and highest value that is all right; it rings once the metric has
-been outside for a number of recorded steps in a row.
+been outside for a number of recorded steps in a row. Limits of the first step hold before anything
+has moved: ratio 1, no distance to the reference or the old policy. Outside them the trainer does
+not compute what the rollout did.
 """
 
 import collections
@@ -27,7 +29,7 @@ def watch(limits: Mapping, patience: int) -> Callable:
     for name, pair in limits.items():
         if len(pair) != 2 or not pair[0] <= pair[1]:
             raise ValueError(
-                f"config.alarms.limits has {name!r}: {tuple(pair)}; expected (lowest, highest)"
+                f"config.alarms has {name!r}: {tuple(pair)}; expected (lowest, highest)"
             )
     outside: dict[str, int] = collections.Counter()
 
@@ -38,9 +40,10 @@ def watch(limits: Mapping, patience: int) -> Callable:
                 value = float(metrics[name])
                 outside[name] = 0 if low <= value <= high else outside[name] + 1
                 if outside[name] == patience:
+                    since = f" for {patience} steps" if patience > 1 else ""
                     lines.append(
-                        f"{name} is {value:.4g} and has been outside {low:g} to {high:g} for "
-                        f"{patience} steps (config.alarms)"
+                        f"{name} is {value:.4g} and has been outside {low:g} to {high:g}{since} "
+                        f"(config.alarms)"
                     )
         return lines
 

@@ -73,6 +73,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     )
     _pick(dict.fromkeys(alarms.ACTIONS), config.alarms.action, "config.alarms.action")
     alarms.watch(config.alarms.limits, config.alarms.patience)
+    alarms.watch(config.alarms.start, 1)
     if config.reward_failure not in rewards.FAILURE:
         raise ValueError(
             f"config.reward_failure is {config.reward_failure!r}; expected one of {rewards.FAILURE}"
@@ -518,7 +519,7 @@ def _algorithm_config(config, roles: dict):
 def check_keys(config: dict, known: dict, where: str = "config") -> None:
     """Raise ValueError for a key that no default has, with the nearest one."""
     for key, value in config.items():
-        if where in ("config.reward", "config.alarms.limits"):
+        if where in ("config.reward", "config.alarms.limits", "config.alarms.start"):
             continue  # free: names and import paths, or metrics
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -600,8 +601,11 @@ def _sound(job: _Job, previous, look: Callable, writer) -> None:
     action = job.config.alarms.action
     if previous is None or action == "off":
         return
-    step, values = previous
-    for line in look(jax.device_get(values)):
+    step, values = previous[0], jax.device_get(previous[1])
+    lines = look(values)
+    if step == 0 and job.config.updates == 1 and not job.config.lora.start:  # nothing has moved yet
+        lines += alarms.watch(job.config.alarms.start, 1)(values)
+    for line in lines:
         best = _best(job.run_dir)
         kept = "" if best is None else f"; the best evaluation was at step {best}"
         if action == "stop":
