@@ -74,28 +74,63 @@ class Adapter:
         return out
 
 
-def load(path, config: presets.ModelConfig, *, expert: str | None = None, strength: float = 1.0):
+def load(
+    path, config: presets.ModelConfig, *, expert: str | None = None, strength: float = 1.0,
+    dense_merged: bool = False,
+):  # fmt: skip
     """Load adapter trees by expert, {"high": tree, "low": tree}, to train or sample with.
 
     Args:
       path: adapter file, PEFT folder, folder or list of a high-noise and a low-noise file.
       expert: "high", "low" or "both" for files that do not say; checked against files that do.
       strength: factor on every scale.
+      dense_merged: the base was loaded with the `dense_changes` of the file.
     Raises ValueError on unknown keys, unclear experts, modules the model lacks, and on dense parts
-    (bias, norm, modulation changes), which `read`, `fit`, `to_trees` and `merge` handle.
+    (bias, norm, modulation changes) unless dense_merged.
     """
     adapter, skipped = fit(route(read(path), config.experts, expert), config)
     dense = {name for part in adapter.dense.values() for name in part}
-    if dense:
+    if dense and not dense_merged:
         raise ValueError(
-            f"{path}: {len(dense)} changes are not low-rank ({files.some(sorted(dense))}); merge "
-            "the file into the checkpoint with convert.weights --lora"
+            f"{path}: {len(dense)} changes are not low-rank ({files.some(sorted(dense))}); load "
+            "the base with them (lora.dense_changes), or merge the file with convert.weights --lora"
         )
     if skipped:
         warnings.warn(f"{path}: {skipped}", stacklevel=2)
     if probe(adapter) == 0:
         warnings.warn(f"{path}: all its updates are zero, it changes nothing", stacklevel=2)
     return to_trees(adapter, config, strength)
+
+
+def dense_changes(model_path, sources) -> dict[str, dict[str, np.ndarray]]:
+    """What adapters change beside low-rank pairs, for `weights.load(dense=)`: {expert: {parameter
+    name: float32 change}}, {} where there is none.
+
+    sources: [(path, expert or None, strength)], as `load` takes them.
+    """
+    out: dict[str, dict[str, np.ndarray]] = {}
+    for path, expert, strength in sources:
+        adapter = read(path)
+        if not adapter.dense:
+            continue
+        config = disk.model_config(disk.read(model_path))
+        for side, part in fit(route(adapter, config.experts, expert), config)[0].dense.items():
+            changes = out.setdefault(str(side), {})
+            for name, change in part.items():
+                change = strength * change.astype(np.float32)
+                changes[name] = changes[name] + change if name in changes else change
+    return out
+
+
+def with_start(adapter: Adapter, paths) -> Adapter:
+    """A trained adapter with what the files it started from have beside it: the pairs of experts
+    that were not trained, and dense changes."""
+    if paths:
+        start = read(list(paths))
+        for expert, pairs in start.modules.items():
+            adapter.modules.setdefault(expert, pairs)
+        adapter.dense = start.dense
+    return adapter
 
 
 # ---- keys ----

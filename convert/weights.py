@@ -34,7 +34,7 @@ Bounds = tuple[tuple[int, int], ...]
 _KEYS = {component: expert for expert, component in disk.EXPERTS.items()}
 
 
-def load(path, *, mesh=None, dtype=None, experts_only=False):
+def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None):
     """Load a model: (params, presets.ModelConfig).
 
     Args:
@@ -46,15 +46,24 @@ def load(path, *, mesh=None, dtype=None, experts_only=False):
         models.quant), all else becomes bfloat16. None keeps the stored dtypes (fp8 and GGUF data
         become bfloat16).
       experts_only: leave out VAE and encoders.
+      dense: {expert: {parameter name: change}}, added in float32 as the parameters are read.
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
     if isinstance(path, str | os.PathLike) and (pathlib.Path(path) / "arrays").is_dir():
+        if dense:
+            raise ValueError(
+                f"{path} is an Orbax folder, to which dense changes of an adapter cannot be added; "
+                "load the checkpoint that it was made from"
+            )
         params, config = _restore(pathlib.Path(path).absolute(), mesh, dtype)
         kept = config.experts if experts_only else params
         return {name: params[name] for name in kept}, config
     checkpoint = disk.read(path)
     config = disk.model_config(checkpoint)
+    for expert, changes in (dense or {}).items():
+        own = checkpoint.tensors[disk.EXPERTS[expert]]
+        own |= {name: _changed(own[name], change) for name, change in changes.items()}
     kept = [c for c in checkpoint.tensors if c in _KEYS or not experts_only]
     plans = {c: disk.plan(checkpoint, c) for c in kept}  # every check comes first
     params = {
@@ -62,6 +71,16 @@ def load(path, *, mesh=None, dtype=None, experts_only=False):
         for c, shapes in plans.items()
     }
     return params, config
+
+
+def _changed(tensor: files.Tensor, change) -> files.Tensor:
+    """A lazy tensor with a change added in float32."""
+    change = np.asarray(change, np.float32).reshape(tensor.shape)
+
+    def read(index):
+        return (tensor.read(index).astype(np.float32) + change[index]).astype(tensor.dtype)
+
+    return dataclasses.replace(tensor, read=read, compact=None)
 
 
 def load_component(path, component: str, *, mesh=None, dtype=None):

@@ -1,4 +1,4 @@
-"""Export of full weights: the folder says how it is sampled; diffusers gives the same frames."""
+"""Export of full weights, which say how they are sampled, and of adapters with dense changes."""
 
 import functools
 import json
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from convert import lora
 from tests import tiny
-from wanjax import checkpoint, export, sample, sampler, schedule
+from wanjax import checkpoint, export, sample, sampler, schedule, train, trees
 from wanjax import state as states
+from wanjax.models import lora as lora_layers
 from wanjax.models import presets
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
@@ -105,3 +107,66 @@ def test_levels_survive_the_file_bit_for_bit():
     again = schedule.make_schedule("explicit", note["steps"], 1.0, note["boundary"], note["sigmas"])
     np.testing.assert_array_equal(again.sigmas, plan.sigmas)
     np.testing.assert_array_equal(again.expert, [1, 1, 1, 0])
+
+
+def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pairs(tmp_path):
+    """They are added to the base that is sampled and trained, and come out as they came in."""
+    model = tiny.save_model(tmp_path / "model")
+    plain, config = sample.load_model(model)
+    rng = np.random.default_rng(0)
+    dense = {
+        "blocks.1.attn1.to_q.bias": rng.normal(size=32).astype(np.float32),
+        "blocks.0.norm2.weight": rng.normal(size=32).astype(np.float32),
+        "blocks.0.scale_shift_table": rng.normal(size=(1, 6, 32)).astype(np.float32),
+    }
+    pairs = {expert: lora_layers.init(jax.random.key(1), plain[expert], rank=2, alpha=4.0)
+             for expert in config.experts}  # fmt: skip
+    pairs = trees.map_paths(lambda path, x: x + 0.1 if path.endswith("/b") else x, pairs)
+    adapter = lora.of_trees(pairs)
+    adapter.dense = {"high": dense}
+    files = lora.write(adapter, tmp_path / "imported", "comfyui")
+    with pytest.raises(ValueError, match="3 changes are not low-rank"):
+        lora.load(files, config)
+
+    changed, _ = sample.load_model(model, adapters=[(files, None, 2.0)])
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b), changed, plain)
+    layers = moved["high"]["blocks"]
+    want = dict.fromkeys(("attn1/to_q/bias", "norm2/scale", "scale_shift_table"))
+    found = {path: leaf for path, leaf in trees.flatten(layers).items() if leaf.any()}
+    assert set(found) == set(want), found.keys()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(found["attn1/to_q/bias"][1], 2 * dense["blocks.1.attn1.to_q.bias"])
+    close(found["norm2/scale"][0], 2 * dense["blocks.0.norm2.weight"])
+    close(found["scale_shift_table"][0].ravel(), 2 * dense["blocks.0.scale_shift_table"].ravel())
+    assert not any(leaf.any() for name in moved.keys() - {"high"}
+                   for leaf in jax.tree.leaves(moved[name]))  # fmt: skip
+
+    run = tiny.make_config(
+        model, tmp_path, steps=1, lora__start=[str(path) for path in files],
+        optim__high__lr=0.0, optim__low__lr=0.0,
+    )  # fmt: skip
+    train.main(run)
+    for folder in (tmp_path / "run/export", tmp_path / "again"):
+        if not folder.exists():
+            export.export(tmp_path / "run", "kohya", folder)
+        got = lora.read(sorted(folder.glob("*.safetensors")))
+        for expert in config.experts:
+            deltas, before = got.deltas(expert), adapter.deltas(expert)
+            assert set(deltas) == set(before)
+            for name, value in before.items():
+                np.testing.assert_allclose(deltas[name], value, rtol=1e-6, atol=1e-7)
+
+    # the trainer's first videos are those of the base with both kinds of change
+    once, _ = sample.load_model(model, adapters=[(files, None, 1.0)])
+    policy = {expert: (once[expert], pairs[expert]) for expert in config.experts}
+    setup = train.make_setup(run, config, {})
+    encode = sample.make_encoder(config, plain, ["", "red circle", "blue circle"])
+    texts, videos = ["red circle", "blue circle"], {}
+    for name, tree in (("with", policy), ("without", {e: (plain[e], pairs[e]) for e in pairs})):
+        videos[name] = sample.generate(
+            setup, tree, plain["vae"], encode(texts), jnp.asarray(encode([""])), seed=run.eval.seed
+        )
+    score = {name: tiny.brightness(made, texts, None)[0].mean() for name, made in videos.items()}
+    evals = json.loads((tmp_path / "run/evals/step_000000.json").read_text())
+    assert evals["eval/reward"] == pytest.approx(score["with"], abs=1e-4)
+    assert abs(score["with"] - score["without"]) > 1e-3

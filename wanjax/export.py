@@ -35,10 +35,7 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
     trained = state.get("ema", state["trained"])
     if config["lora"]["rank"]:
         note = {"step": str(step), "run": run_dir.name, "wanjax.sampler": json.dumps(sampler)}
-        adapter = lora.of_trees(trained, note)
-        if config["lora"]["start"]:  # experts of an earlier stage, which the run kept as they were
-            for expert, pairs in lora.read(config["lora"]["start"]).modules.items():
-                adapter.modules.setdefault(expert, pairs)
+        adapter = lora.with_start(lora.of_trees(trained, note), config["lora"]["start"])
         return lora.write(adapter, out, dialect, stem=run_dir.name)
     if dialect != "diffusers":
         raise ValueError(

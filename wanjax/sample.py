@@ -81,14 +81,18 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
 
 
 def load_model(
-    path, *, param_dtype="float32", mesh=None, experts_only=False, **run
+    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), **run
 ):  # fmt: skip
     """(params, ModelConfig) with the run-time fields of the transformer set.
 
-    run: dtype, attention, context, remat and interleave of WanConfig.
+    run: dtype, attention, context, remat and interleave of WanConfig. adapters: [(path, expert or
+    None, strength)], whose changes that are not low-rank are added to the weights.
     """
     stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
-    params, model = weights.load(path, mesh=mesh, dtype=stored, experts_only=experts_only)
+    dense = convert_lora.dense_changes(path, adapters)
+    params, model = weights.load(
+        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense
+    )
     run = dataclasses.replace(model.wan, **run)
     return params, dataclasses.replace(model, wan=run)
 
@@ -125,7 +129,10 @@ def main(argv=None) -> None:
 
 
 def _run(args) -> None:
-    params, model = load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
+    adapters = _arguments(args.lora)
+    params, model = load_model(
+        args.model, dtype=args.dtype, param_dtype=args.dtype, adapters=adapters
+    )
     defaults = model.sampling
     pick = lambda given, default: default if given is None else given
     note = _sampler_note(args)
@@ -152,7 +159,7 @@ def _run(args) -> None:
     images = _images(args, model, sampling)
     scales = {"high": guidance.high, "low": guidance.low}
     print(schedule.describe(plan, scales), flush=True)
-    for expert, adapter, strength in _adapters(args.lora, model):
+    for expert, adapter, strength in _adapters(adapters, model):
         params[expert] = lora.merge(params[expert], adapter, strength)
     negative = pick(args.negative, defaults.negative_prompt)
     encode = make_encoder(model, params, [negative, *args.prompt])
@@ -234,20 +241,28 @@ def _sampler_note(args) -> dict:
     return {}
 
 
-def _adapters(arguments: list[str], model) -> list[tuple]:
-    """[(expert, adapter tree, strength)] of FILE[:high|low][@strength] arguments."""
+def _arguments(arguments: list[str]) -> list[tuple[str, str | None, float]]:
+    """[(path, expert or None, strength)] of FILE[:high|low][@strength] arguments."""
     found = []
     for argument in arguments:
         path, expert, strength = _split(argument)
         if not _is_number(strength):
             raise ValueError(f"--lora {argument}: strength {strength!r} is not a number")
-        adapters = convert_lora.load(path, model, expert=expert or None)
+        found.append((path, expert or None, float(strength)))
+    return found
+
+
+def _adapters(sources: list[tuple], model) -> list[tuple]:
+    """[(expert, adapter tree, strength)] of [(path, expert or None, strength)]."""
+    found = []
+    for path, expert, strength in sources:
+        adapters = convert_lora.load(path, model, expert=expert, dense_merged=True)
         for name, tree in adapters.items():
             if name not in model.experts:
                 raise ValueError(
-                    f"--lora {argument} is for expert {name!r}; the model has {model.experts}"
+                    f"--lora {path} is for expert {name!r}; the model has {model.experts}"
                 )
-            found.append((name, tree, float(strength)))
+            found.append((name, tree, strength))
     return found
 
 

@@ -94,7 +94,8 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
 
     print(f"model    {config.model.path}", flush=True)
     load = _shapes if abstract else sample.load_model
-    params, model = load(**dict(config.model), mesh=mesh)
+    start = [(list(config.lora.start), None, 1.0)] if config.lora.start and not abstract else []
+    params, model = load(**dict(config.model), mesh=mesh, adapters=start)
     roles, role_models = _load_roles(config, model, mesh, load)
     setup = make_setup(config, model, role_models)
     algorithm.check(setup)
@@ -109,8 +110,8 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if abstract:
             state = state.replace(params=_placed(state.params, mesh))
         elif config.lora.start:
-            start = convert_lora.load(list(config.lora.start), model)
-            state = states.start_from(state, setup, jax.tree.map(jnp.asarray, start))
+            begun = convert_lora.load(list(config.lora.start), model, dense_merged=True)
+            state = states.start_from(state, setup, jax.tree.map(jnp.asarray, begun))
         table = schedule.describe(
             setup.sampling.schedule, dataclasses.asdict(setup.sampling.guidance),
             _stochastic_steps(config, setup),
@@ -314,7 +315,10 @@ def _finish(job: _Job, state, started: float) -> None:
         policy = states.rollout_params(state, job.evaluated)
         adapters = {e: jax.tree.map(sharding.fetch, tree) for e, (_, tree) in policy.items()
                     if tree}  # fmt: skip
-        files = convert_lora.to_diffusers(adapters, job.run_dir / "export", note)
+        adapter = convert_lora.of_trees(adapters, note)
+        adapter = convert_lora.with_start(adapter, job.config.lora.start)
+        dialect = "comfyui" if adapter.dense else "diffusers"  # which knows pairs only
+        files = convert_lora.write(adapter, job.run_dir / "export", dialect)
         if files:
             print("adapters " + "  ".join(str(file) for file in files), flush=True)
     if jax.process_index() != 0:
@@ -359,7 +363,7 @@ def _mesh(config, abstract: bool):
     return sharding.make_mesh(sizes, jax.devices()[:named] if abstract else None)
 
 
-def _shapes(path, *, param_dtype, mesh, experts_only=False, **run):
+def _shapes(path, *, param_dtype, mesh, experts_only=False, adapters=(), **run):
     """What sample.load_model gives, with shapes for weights, of a model by its preset's name."""
     if path not in presets.MODELS:
         raise ValueError(f"model {path!r} has no shapes here; expected one of {[*presets.MODELS]}")
