@@ -74,7 +74,7 @@ def start(
     # CPU devices share a few threads, which wait for collectives: two programs in flight, or one on
     # as few threads as cores, can starve each other for good (accelerators are not concerned)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    devices = jax.config.read("jax_num_cpu_devices")
+    devices = jax.config.values["jax_num_cpu_devices"]
     if devices > 1:
         os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # read by XLA:CPU, its threads
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
