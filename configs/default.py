@@ -117,6 +117,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.nft.mode = "all"  # all, positive_only, negative_only, one_only, binary
     c.nft.old_decay = 1  # 0 on-policy, 1 default, 2 nearly frozen after 75 updates
     c.nft.ema_decay = 0.9  # cap of the evaluation average
+    c.nft.sde = False  # rollouts take the stochastic steps of config.sde; else the solver alone
     c.nft.train_guidance = False  # allow guidance other than 1
     c.awm = ConfigDict()  # loss = "awm"
     c.awm.weighting = "ghuber"  # uniform, t, t2, huber, ghuber

@@ -310,17 +310,26 @@ def velocity(
 
 
 @functools.partial(jax.jit, static_argnames=("setup",))
-def sample_latents(policy, ctx_BSE, uncond_1SE, key, ids, cond=None, *, setup: Setup):
+def sample_latents(
+    policy, ctx_BSE, uncond_1SE, key, ids, cond=None, stochastic_I=None, *, setup: Setup
+):
     """Final latents [B, T, H, W, C] float32 by the run's solver; sample i depends on (key, ids[i]).
 
     policy: {expert: (params, adapter)}; ctx_BSE one text context per sample; cond as of
-    condition.first_frame, for image-to-video.
+    condition.first_frame, for image-to-video; stochastic_I: bool per step, whether it is taken by
+    the kernel of setup.sde instead of the solver.
     """
     x = sampler.initial_noise(key, ids, latent_shape(setup))
     x = sharding.constrain(x, "batch", None, None, None, None)
     velocities = policy_velocities(policy, ctx_BSE, uncond_1SE, cond, setup=setup)
     plan = setup.sampling
-    if plan.solver == "renoise":
+    if stochastic_I is not None:
+        slot_I = jnp.where(stochastic_I, 0, -1)  # one slot for all: nobody reads the transitions
+        x0, _ = sampler.rollout(
+            velocities, x, key, ids, plan.schedule, slot_I, slots=1, kind=setup.sde.kind,
+            eta=setup.sde.eta, solver=plan.solver,
+        )  # fmt: skip
+    elif plan.solver == "renoise":
         x0 = sampler.few_step(velocities, x, key, ids, plan.schedule, renoise=True)
     else:
         x0 = sampler.sample(velocities, x, plan.schedule, solver=plan.solver)

@@ -420,7 +420,7 @@ def _stochastic_steps(config, setup):
     plan = setup.sampling.schedule
     if setup.sampling.solver == "renoise":
         return range(plan.steps)
-    if config.algorithm != "grpo":
+    if config.algorithm != "grpo" and not (config.algorithm == "nft" and config.nft.sde):
         return ()
     return schedule.sde_steps(plan, setup.sde.strategy, epoch=0, seed=config.seed)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import sampler, trees
+from wanjax import sampler, schedule, trees
 from wanjax import state as states
 from wanjax.algorithms import nft
 from wanjax.losses import flow
@@ -63,6 +63,31 @@ def test_rollouts_follow_old_and_not_the_trained_policy():
     np.testing.assert_array_equal(_collect(setup, trained).x0_B, base)
     moved = states.average(state, "old", _stir(states.averaged(state, "old")))
     assert not np.allclose(_collect(setup, moved).x0_B, base, atol=1e-3)
+
+
+def test_rollouts_may_be_stochastic_and_then_are_those_of_the_sampler():
+    setup = _setup(nft__sde=True, strategy__name="window", strategy__window=3)
+    nft.check(setup)
+    state = _start(setup)
+    ctx, uncond = tiny.contexts()
+    for epoch in (0, 1):
+        state = state.replace(step=jnp.int32(epoch))
+        got = _collect(setup, state).x0_B
+        key, ids = jax.random.fold_in(jax.random.key(setup.seed), epoch), jnp.arange(8)
+        policy = states.rollout_params(state, "old")
+        velocities = states.policy_velocities(
+            policy, jnp.repeat(jnp.asarray(ctx), 4, axis=0), uncond, setup=setup
+        )
+        plan, strategy = setup.sampling.schedule, setup.sde.strategy
+        steps = schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
+        want, _ = sampler.rollout(
+            velocities, sampler.initial_noise(key, ids, states.latent_shape(setup)), key, ids,
+            plan, schedule.slot_table(plan, steps), slots=3, kind="flow", eta=setup.sde.eta,
+        )  # fmt: skip
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    assert not np.allclose(got, _collect(_setup(), state).x0_B, atol=1e-2)
+    with pytest.raises(ValueError, match="config.sde.kind is 'ode'"):
+        nft.check(_setup(nft__sde=True, sde__kind="ode"))
 
 
 def test_evaluation_reads_ema():

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, metrics, optim, rewards, sampler, trees
+from wanjax import advantages, metrics, optim, rewards, sampler, schedule, trees
 from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
 
@@ -52,6 +52,7 @@ class Config:
     dpo_beta: float = 100.0
     old_decay: int = 1  # see losses.nft.OLD_DECAYS
     ema_decay: float = 0.9  # cap of the evaluation average
+    sde: bool = False  # rollouts take the stochastic steps of config.sde; else the solver alone
     train_guidance: bool = False  # allow guidance != 1: the loss then sees guided velocities
 
 
@@ -91,6 +92,12 @@ def check(setup: states.Setup) -> None:
         raise ValueError(f"config.nft.mode is {config.mode!r}; expected one of {nft.MODES}")
     if config.old_decay not in nft.OLD_DECAYS:
         raise ValueError(f"config.nft.old_decay is {config.old_decay}; expected 0, 1 or 2")
+    _stochastic(setup, 0)
+    if config.sde and setup.sde.kind not in sampler.STOCHASTIC:
+        raise ValueError(
+            f"config.sde.kind is {setup.sde.kind!r}; config.nft.sde needs one of "
+            f"{', '.join(sampler.STOCHASTIC)}"
+        )
     for expert, steps in _ranges(setup).items():
         if config.timesteps > len(steps):
             raise ValueError(
@@ -120,10 +127,11 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
     policy = states.rollout_params(state, SAMPLED)
     ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
+    stochastic_I = _stochastic(setup, step)
     latents = [
         states.sample_latents(
             policy, ctx_BSE[first : first + size], tools.uncond_1SE, key,
-            jnp.arange(first, first + size), setup=setup,
+            jnp.arange(first, first + size), stochastic_I=stochastic_I, setup=setup,
         )
         for first in range(0, len(item.texts) * K, size)
     ]  # fmt: skip
@@ -140,6 +148,15 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     adv_B = jnp.asarray(adv_PK.reshape(-1), jnp.float32)
     return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, found | times)
+
+
+def _stochastic(setup: states.Setup, epoch: int):
+    """bool [steps], whether a step of an epoch's rollouts is stochastic; None for none."""
+    if not setup.algorithm.sde:
+        return None
+    plan = setup.sampling.schedule
+    steps = schedule.sde_steps(plan, setup.sde.strategy, epoch=epoch, seed=setup.seed)
+    return jnp.asarray(np.isin(np.arange(plan.steps), steps))
 
 
 def forwards(setup: states.Setup) -> dict[str, int]:
