@@ -7,12 +7,9 @@ figure; what a side prints on failure is shown and the figure is left out.
 """
 
 import argparse
-import json
 import pathlib
-import subprocess
-import sys
 
-from report_table import card, write_section
+from report_table import card, side, write_section
 
 TITLES = {
     "forward": "DiT forward, 14B",
@@ -33,22 +30,14 @@ def main():
     parser.add_argument("--size", default="480x832x81")
     parser.add_argument("--remat", default="full", help="ours.py's policy for lora_step")
     args = parser.parse_args()
-    here, rows = pathlib.Path(__file__).parent, []
     for figure in args.figures:
-        sides = {}
-        for side in ("ours", "peer"):
-            options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
-            options += ["--remat", args.remat] if side == "ours" else []
-            command = [sys.executable, str(here / f"{side}.py"), figure, *options]
-            done = subprocess.run(command, capture_output=True, text=True)
-            print(done.stdout or f"{side} {figure} failed:\n{done.stderr[-3000:]}", flush=True)
-            if done.returncode == 0:
-                sides[side] = json.loads(done.stdout.strip().splitlines()[-1])
-        if len(sides) == 2:
-            rows.append(_row(figure, args, **sides))
+        options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
+        ours = side("ours.py", figure, *options, "--remat", args.remat)
+        peer = side("peer.py", figure, *options)
+        if ours and peer:
             policy = f" --remat {args.remat}" if args.remat != "full" else ""
-            title = f"compare.py {figure}{policy}"
-            write_section(args.out, title, card(), rows[-1:])
+            rows = [_row(figure, args, ours, peer)]
+            write_section(args.out, f"compare.py {figure}{policy}", card(), rows)
 
 
 def _row(figure, args, ours, peer) -> dict:

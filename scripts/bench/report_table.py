@@ -1,9 +1,12 @@
-"""What the benchmarks share: timing of a call, and writing the rows of one script into its section
-of a markdown file."""
+"""What the benchmarks share: timing of a call, running a side in its own process, and writing
+the rows of a script into its section of a markdown file."""
 
+import json
+import os
 import pathlib
 import statistics
 import subprocess
+import sys
 import time
 
 
@@ -26,6 +29,15 @@ def timed(call, repeats: int) -> dict:
         call(i)
         seconds.append(time.perf_counter() - start)
     return {"seconds": round(statistics.median(seconds[1:]), 4), "first_s": round(seconds[0], 1)}
+
+
+def side(script: str, *arguments: str, **environment: str) -> dict | None:
+    """The JSON that a script beside this one prints last; its errors are shown and give None."""
+    command = [sys.executable, str(pathlib.Path(__file__).parent / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    failed = f"{' '.join([script, *arguments])} failed:\n{done.stderr[-3000:]}"
+    print(done.stdout or failed, flush=True)
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 
 def write_section(path: pathlib.Path, script: str, card: str, rows: list[dict]) -> None:

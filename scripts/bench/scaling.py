@@ -10,13 +10,9 @@ Efficiency = seconds of one device per clip / (devices x seconds per clip).
 """
 
 import argparse
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
-from report_table import card, write_section
+from report_table import card, side, write_section
 
 STAGE_CLIPS = 8
 
@@ -59,14 +55,10 @@ def main():
 
 def _run(figure, axis, devices, clips, args):
     """The JSON row of ours.py in a process that sees so many GPUs; None when it failed."""
-    here = pathlib.Path(__file__).parent
-    command = [sys.executable, str(here / "ours.py"), figure, "--repeats", args.repeats]
-    command += ["--layers", args.layers, "--size", args.size, "--batch", str(clips)]
-    command += [] if axis == "alone" else ["--mesh", f"{axis}={devices}"]
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | visible)
-    print(done.stdout or f"{axis} {figure} failed:\n{done.stderr[-3000:]}", flush=True)
-    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+    options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
+    options += [] if axis == "alone" else ["--mesh", f"{axis}={devices}"]
+    visible = ",".join(map(str, range(devices)))
+    return side("ours.py", figure, *options, "--batch", str(clips), CUDA_VISIBLE_DEVICES=visible)
 
 
 if __name__ == "__main__":
