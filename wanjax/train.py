@@ -78,6 +78,11 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         raise ValueError(
             f"config.reward_failure is {config.reward_failure!r}; expected one of {rewards.FAILURE}"
         )
+    if config.lora.start and not config.lora.rank:
+        raise ValueError(
+            "config.lora.start names adapters but config.lora.rank is 0; set the rank they were "
+            "trained with, or start from a folder that convert.weights --lora merged them into"
+        )
     reward = None
     if config.reward:  # missing packages and folders show here
         make = lambda: rewards.combine(config.reward, config.reward_deadline)
@@ -440,11 +445,6 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         raise ValueError(
             f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
             "config.lora.rank above 0, or param_dtype to float32"
-        )
-    if config.lora.start and not config.lora.rank:
-        raise ValueError(
-            "config.lora.start names adapters but config.lora.rank is 0; set the rank they were "
-            "trained with, or start from a folder that convert.weights --lora merged them into"
         )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)
