@@ -144,7 +144,7 @@ def test_kernels_and_forms_that_cannot_run_are_refused(rng, kwargs, text):
 def _cudnn_calls(kernel, monkeypatch):
     """cuDNN's calls in the derivative of this kernel, lowered for a GPU."""
     for name, answer in (("check_cudnn_version", 91000), ("check_is_flash_attention", None)):
-        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer, **__: answer)
     shape = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
     loss = lambda *qkv: attention.attend(*qkv, kernel=kernel).astype(jnp.float32).sum()
     lowered = (

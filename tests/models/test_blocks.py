@@ -54,7 +54,7 @@ def test_a_kept_self_attention_is_not_run_again(monkeypatch, remat, forwards):
     """Attention calls of the LoRA gradient as lowered for a GPU; attention to text does run again,
     and every scan body is counted once."""
     for name, answer in (("check_cudnn_version", 91000), ("check_is_flash_attention", None)):
-        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer, **__: answer)
     config = dataclasses.replace(CONFIG, dtype="bfloat16", attention="cudnn", remat=remat)
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     params = jax.eval_shape(lambda: wan.init(jax.random.key(0), config))
