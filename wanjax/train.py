@@ -212,6 +212,7 @@ def _loop(job: _Job, algorithm, state, stream):
                 saved = step + 1
             if stop:
                 raise distributed.NeedsRestart(f"asked to stop; checkpoint {saved} is kept")
+        _sound(job, previous, look, writer, last=True)
     except KeyboardInterrupt:
         writer.say(
             f"stopped; checkpoint {saved} of {config.steps} is kept, "
@@ -600,8 +601,9 @@ def _check_finite(previous, saved: int) -> None:
             )
 
 
-def _sound(job: _Job, previous, look: Callable, writer) -> None:
-    """Tell, or stop for, the alarms that the last step rings."""
+def _sound(job: _Job, previous, look: Callable, writer, last: bool = False) -> None:
+    """Tell, or stop for, the alarms that the step before rings; after the last, nothing is left to
+    stop."""
     action = job.config.alarms.action
     if previous is None or action == "off":
         return
@@ -612,7 +614,7 @@ def _sound(job: _Job, previous, look: Callable, writer) -> None:
     for line in lines:
         best = _best(job.run_dir)
         kept = "" if best is None else f"; the best evaluation was at step {best}"
-        if action == "stop":
+        if action == "stop" and not last:
             raise alarms.Collapsed(f"step {step}: {line}{kept}")
         writer.say(f"alarm at step {step}: {line}{kept}")
 
