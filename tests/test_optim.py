@@ -1,5 +1,6 @@
 """AdamW per expert: hand-computed first step, clipping, warm-up, constants that stay constant."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -55,3 +56,13 @@ def test_warm_up_and_decay_are_linear_and_zero_means_none(warmup, decay, rates):
 def test_negative_settings_are_refused():
     with pytest.raises(ValueError, match="negative"):
         optim.make(optim.OptimConfig(lr=-1.0))
+
+
+def test_micro_batches_are_numpy_so_that_a_plan_needs_no_device():
+    """Under a mesh of described TPUs, an array of jax would be a program that nothing can run."""
+    for mix in (False, True):
+        sets = optim.micro_batches(
+            {"high": [0], "low": [1, 2]}, np.arange(4), micro_samples=2, micro_steps=1, mix=mix
+        )
+        leaves = jax.tree.leaves(sets)
+        assert all(type(leaf) is np.ndarray and leaf.dtype == np.int32 for leaf in leaves)

@@ -93,7 +93,7 @@ def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int,
                 slot, sample = np.meshgrid(chunk, chosen, indexing="ij")
                 rows.append((slot.ravel(), sample.ravel()))
         slot, sample = zip(*rows, strict=True)
-        return jnp.asarray(np.stack(slot)), jnp.asarray(np.stack(sample))
+        return np.stack(slot).astype(np.int32), np.stack(sample).astype(np.int32)
 
     present = {expert: numbers for expert, numbers in slots.items() if len(numbers)}
     if mix:
