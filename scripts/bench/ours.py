@@ -1,6 +1,6 @@
 """Time wanjax at real Wan sizes on this machine's GPU; one JSON line per figure.
 
-    python scripts/bench/ours.py forward lora_step grpo vae_decode vae_encode umt5
+    python scripts/bench/ours.py forward lora_step grpo nft dmd2 vae_decode vae_encode umt5
 
 Random bf16 weights, no checkpoint needed. Medians of repeated calls after a warm-up call; every
 call ends with a value that the host fetched. scripts/bench/compare.py runs this beside the same
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from report_table import timed
 
-from wanjax import optim, sampler, schedule, sharding
+from configs import dmd2_wan22, grpo_wan22, nft_wan22
+from wanjax import optim, sampler, sharding, train, trees
 from wanjax import state as states
-from wanjax.algorithms import grpo
+from wanjax.algorithms import dmd2, grpo, nft
 from wanjax.losses import flow
-from wanjax.models import blocks, lora, presets, umt5, vae, wan
+from wanjax.models import attention, blocks, lora, presets, quant, umt5, vae, wan
 
 MODEL = presets.MODELS["wan2.2_t2v_a14b"]
-GRPO = dict(height=480, width=480, frames=5, steps=10, samples=16, rank=64)
 
 
 def main():
@@ -35,9 +35,12 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
-    parser.add_argument("--remat", default="full", help="policy of lora_step")
+    parser.add_argument("--remat", default="full", help="policy of training")
     parser.add_argument("--batch", type=int, default=1, help="clips (forward, lora_step)")
     parser.add_argument("--mesh", default="", help="axis=size,... (forward, lora_step)")
+    parser.add_argument(
+        "--weights", default="bfloat16", choices=["bfloat16", *quant.DTYPES], help="of the base"
+    )
     args = parser.parse_args()
     blocks.set_xla_flags(args.remat)
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
@@ -47,24 +50,33 @@ def main():
             row = {"figure": name, **FIGURES[name](args), "layers": args.layers}
         stats = [device.memory_stats() or {} for device in jax.devices()]
         peak = max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 2**30
-        stack = f"jax {jax.__version__}"
+        stack = f"jax {jax.__version__}, {attention.resolve('auto', 'bfloat16', 128)}"
         print(json.dumps({**row, "peak_gib": round(peak, 1), "stack": stack}), flush=True)
         jax.clear_caches()
 
 
 def forward(args) -> dict:
-    """One forward pass without guidance."""
+    """One forward pass without guidance; with one-byte weights also how far its velocity is from
+    that of the bf16 weights, relative, over the whole velocity."""
     config, x, ctx = _inputs(args, remat="none")
-    params = random_params(config, seed=0)
-    run = jax.jit(lambda *a: wan.denoise(*a, config=config)[:, 0, 0, 0, 0].sum())
-    call = lambda i: float(run(params, None, x, jnp.full((args.batch,), 900.0 - i), ctx))
-    return _timed(call, args.repeats, args.batch * wan.forward_flops(config, _grid(x)))
+    run = jax.jit(lambda *a: wan.denoise(*a, config=config))
+    inputs = lambda i: (None, x, jnp.full((args.batch,), 900.0 - i), ctx)
+    exact = None
+    if args.weights != "bfloat16":
+        exact = run(random_params(config, 0, "bfloat16"), *inputs(0))
+    params = random_params(config, 0, args.weights)
+    call = lambda i: float(run(params, *inputs(i))[0, 0, 0, 0, 0])
+    row = _timed(call, args.repeats, args.batch * wan.forward_flops(config, _grid(x)))
+    if exact is not None:
+        norm = jnp.linalg.norm
+        row["error"] = float(norm(run(params, *inputs(0)) - exact) / norm(exact))
+    return row
 
 
 def lora_step(args) -> dict:
     """One optimizer step of a rank-32 adapter: flow-matching loss, backward, AdamW."""
     config, x0, ctx = _inputs(args, remat=args.remat)
-    params = random_params(config, seed=0)
+    params = random_params(config, 0, args.weights)
     adapter = {"high": _place(lora.init(jax.random.key(1), params, rank=32, alpha=32.0))}
     settings = {"high": optim.OptimConfig()}
     opt = {"high": optim.make(settings["high"]).init(adapter["high"])}
@@ -91,53 +103,64 @@ def lora_step(args) -> dict:
 
 
 def grpo_iteration(args) -> dict:
-    """Rollout, decode and update at the size of the miles recipe, both experts resident."""
-    config = dataclasses.replace(MODEL.wan, dtype="bfloat16", remat="full", num_layers=args.layers)
-    model = dataclasses.replace(MODEL, wan=config)
-    K, side = GRPO["samples"], ("height", "width", "frames")
-    setup = states.Setup(
-        model=model,
-        sampling=states.SamplingConfig(
-            schedule=schedule.make_schedule("simple", GRPO["steps"], 12.0, model.boundary),
-            guidance=model.sampling.guidance, batch=4, **{name: GRPO[name] for name in side},
-        ),
-        sde=states.SdeConfig(schedule.Strategy("dual_window", window=1), "flow", 0.7),
-        lora=states.LoraConfig(rank=GRPO["rank"], alpha=2.0 * GRPO["rank"]),
-        experts=("high", "low"),
-        optim={e: optim.OptimConfig() for e in ("high", "low")},
-        seed=0,
-        algorithm=grpo.Config(
-            group_size=K, prompts_per_step=1, micro_samples=2,
-            clip={"high": 1e-4, "low": 1e-3}, kl_beta={"high": 0.0, "low": 0.0},
-        ),
-        rewards={"mean": 1.0},
-    )  # fmt: skip
-    grpo.check(setup)
-    params = {e: random_params(config, seed=i) for i, e in enumerate(setup.experts)}
-    state = grpo.init(jax.random.key(2), setup, {"student": params})
-    keys = jax.random.split(jax.random.key(3), 2)
-    ctx, uncond = (jax.random.normal(key, (1, 512, 4096), jnp.float32) for key in keys)
+    """Rollout, decode and update of the shipped config at the size of the miles recipe."""
+    return _iteration(grpo, grpo_wan22.get_config("small"), args)
+
+
+def nft_iteration(args) -> dict:
+    """The same of DiffusionNFT's config: no guidance, another sampler, two policies beside."""
+    return _iteration(nft, nft_wan22.get_config("small"), args)
+
+
+def dmd2_step(args) -> dict:
+    """One clip of --size through phased DMD2: rollouts, student and critic steps, both experts."""
+    config = dmd2_wan22.get_config()
+    height, width, frames = map(int, args.size.split("x"))
+    config.sampling.update(height=height, width=width, frames=frames)
+    config.prompts_per_step = config.sampling.batch = config.micro_samples = 1
+    config.dmd2.student_every = 1  # every step has all passes
+    config.dmd2.warm_steps = 0
+    return _iteration(dmd2, config, args)
+
+
+def _iteration(algorithm, config, args) -> dict:
+    """collect and update of an algorithm, both experts resident, on the reward of mean brightness;
+    first_s is what a run waits between its weights and its first finished step."""
+    run = dict(dtype="bfloat16", remat=args.remat, num_layers=args.layers)
+    model = dataclasses.replace(MODEL, wan=dataclasses.replace(MODEL.wan, **run))
+    roles = {"teacher": model, "critic": model} if algorithm is dmd2 else {}
+    setup = train.make_setup(config, model, roles)
+    setup = dataclasses.replace(setup, rewards={"mean": 1.0})
+    algorithm.check(setup)
+    shapes = {e: random_params(model.wan, i, args.weights) for i, e in enumerate(model.experts)}
+    state = algorithm.init(jax.random.key(2), setup, {"student": shapes})
+    prompts = config.prompts_per_step
+    ctx = jax.random.normal(jax.random.key(3), (prompts, 512, 4096))
+    uncond = jax.random.normal(jax.random.key(4), (1, 512, 4096))
     brightness = lambda video, prompts: ({"mean": video.mean((1, 2, 3, 4), dtype=np.float64)}, {})
     tools = states.Tools(_vae_params(model.vae), uncond, brightness)
+    item = states.Item(["p"] * prompts, ctx)
     parts = {"collect_s": [], "update_s": []}
-    ratio = []
+    first = {}
 
     def call(i):
-        nonlocal state
+        nonlocal state, first
         start = time.perf_counter()
-        batch = grpo.collect(state, setup, states.Item(["p"], ctx), tools)
-        jax.block_until_ready(batch.trajectory)
+        batch = algorithm.collect(state, setup, item, tools)
+        jax.block_until_ready([x for x in vars(batch).values() if isinstance(x, jax.Array)])
         middle = time.perf_counter()
-        state, metrics = grpo.update(state, setup, batch)
-        names = [f"grpo/ratio_{m}/{e}" for m in ("min", "max") for e in setup.experts]
-        ratio.append(max(abs(float(metrics[name]) - 1) for name in names))
+        state, metrics = algorithm.update(state, setup, batch)
+        metrics = {name: float(value) for name, value in metrics.items()}
+        first = first or metrics
         parts["collect_s"].append(middle - start)
         parts["update_s"].append(time.perf_counter() - middle)
 
-    passes = K * GRPO["steps"] * 2 + K * 2 * 2 * 3  # in forwards; a backward pass counts two
-    row = _timed(call, 2, passes * wan.forward_flops(config, (2, 30, 30)))
+    forwards = sum(algorithm.forwards(setup).values())  # a backward pass counts two
+    flops = forwards * wan.forward_flops(model.wan, states.token_grid(setup))
+    row = _timed(call, min(args.repeats, 2), flops)
     medians = {name: round(statistics.median(values[1:]), 2) for name, values in parts.items()}
-    return row | medians | {"first_ratio_gap": ratio[0]}
+    gaps = [abs(v - 1) for k, v in first.items() if "/ratio_m" in k and "mean" not in k]
+    return row | medians | ({"first_ratio_gap": max(gaps)} if gaps else {})
 
 
 def vae_decode(args) -> dict:
@@ -163,29 +186,35 @@ def text_encoder(args) -> dict:
     """UMT5-XXL on 8 prompts of 512 tokens, bf16."""
     del args
     config = MODEL.text
-    shapes = jax.eval_shape(lambda: umt5.init(jax.random.key(0), config))
-    params = _draw(shapes, 0, lambda leaf: jnp.bfloat16)
+    shapes = trees.flatten(jax.eval_shape(lambda: umt5.init(jax.random.key(0), config)))
+    params = trees.unflatten(_draw(shapes, 0, lambda path, x: [(path, x.astype(jnp.bfloat16))]))
     ids = jax.random.randint(jax.random.key(1), (8, 512), 2, config.vocab_size)
     run = jax.jit(functools.partial(umt5.encode, config=config))
     mask = jnp.ones((8, 512), bool)
     return _timed(lambda i: float(run(params, (ids + i) % config.vocab_size, mask)[0, 0, 0]), 5)
 
 
-def random_params(config, seed: int):
-    """Normal bf16 matmul weights (float32 where the model stores it)."""
-    shapes = jax.eval_shape(lambda: wan.store(wan.init(jax.random.key(0), config), jnp.bfloat16))
-    return _draw(shapes, seed, lambda leaf: leaf.dtype)
+def random_params(config, seed: int, weights: str):
+    """Normal matmul weights, stored as training stores them."""
+    shapes = trees.flatten(jax.eval_shape(lambda: wan.init(jax.random.key(0), config)))
+    store = lambda path, x: wan.store_leaf(path, x, weights)
+    return trees.unflatten(_draw(shapes, seed, store))
 
 
-def _draw(shapes, seed, dtype_of):
-    """Leaf by leaf, so that nothing is held twice; on the mesh in use as training places it."""
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(shapes))))
-
-    def draw(x, where=None):
-        normal = lambda key: jax.random.normal(key, x.shape, dtype_of(x)) * 0.02
-        return jax.jit(normal, out_shardings=where)(next(keys))
-
-    return jax.tree.map(draw, shapes, *_shardings(shapes))
+def _draw(shapes, seed, store):
+    """{path: leaf}, leaf by leaf and layer by layer, so that nothing large is held twice; on the
+    mesh in use as training places it."""
+    found = {}
+    for path, key in zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True):
+        shape = shapes[path].shape
+        stacked = path.startswith(f"{wan.STACK}/")
+        normal = lambda key, s=shape[stacked:]: jax.random.normal(key, s, jnp.bfloat16) * 0.02
+        one = lambda key, p=path, normal=normal: trees.unflatten(dict(store(p, normal(key))))
+        many = lambda key, one=one, n=shape[0]: jax.lax.map(one, jax.random.split(key, n))
+        make = many if stacked else one
+        where = _shardings(jax.eval_shape(make, key))
+        found |= trees.flatten(jax.jit(make, out_shardings=where[0] if where else None)(key))
+    return found
 
 
 def _place(tree):
@@ -230,6 +259,8 @@ FIGURES = {
     "forward": forward,
     "lora_step": lora_step,
     "grpo": grpo_iteration,
+    "nft": nft_iteration,
+    "dmd2": dmd2_step,
     "vae_decode": vae_decode,
     "vae_encode": vae_encode,
     "umt5": text_encoder,

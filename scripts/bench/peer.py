@@ -10,6 +10,7 @@ backend of diffusers; training uses gradient checkpointing.
 import argparse
 import json
 import statistics
+import sys
 import time
 
 import torch
@@ -151,8 +152,9 @@ def grpo_iteration(args) -> dict:
         synchronize()
         parts["collect_s"].append(middle - start)
         parts["update_s"].append(time.perf_counter() - middle)
+        print({name: round(v[-1], 2) for name, v in parts.items()}, file=sys.stderr, flush=True)
 
-    row = timed(call, 2)
+    row = timed(call, min(args.repeats, 2))
     return row | {name: round(statistics.median(v[1:]), 2) for name, v in parts.items()}
 
 

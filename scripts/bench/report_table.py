@@ -32,11 +32,11 @@ def timed(call, repeats: int) -> dict:
 
 
 def side(script: str, *arguments: str, **environment: str) -> dict | None:
-    """The JSON that a script beside this one prints last; its errors are shown and give None."""
+    """The JSON that a script beside this one prints last; None when it fails, and says so."""
     command = [sys.executable, str(pathlib.Path(__file__).parent / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    failed = f"{' '.join([script, *arguments])} failed:\n{done.stderr[-3000:]}"
-    print(done.stdout or failed, flush=True)
+    env = os.environ | environment
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
+    print(done.stdout or f"{' '.join([script, *arguments])} failed", flush=True)
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 

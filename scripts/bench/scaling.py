@@ -1,7 +1,8 @@
 """Time one forward pass or LoRA step of Wan 14B on one GPU and split over several; write speed-up
 and memory.
 
-    python scripts/bench/scaling.py forward lora_step --devices 2 --out scripts/bench/RESULTS.md
+    python scripts/bench/scaling.py forward lora_step --out scripts/bench/RESULTS.md \
+        --meshes context=2 context=4 fsdp=4 stage=2
 
 context: one clip split by tokens. fsdp: a clip per device, weights split. stage: blocks split in
 two or more pipeline stages with 8 clips as micro-batches; one device's time for as many clips is
@@ -10,6 +11,7 @@ Efficiency = seconds of one device per clip / (devices x seconds per clip).
 """
 
 import argparse
+import os
 import pathlib
 
 from report_table import card, side, write_section
@@ -20,26 +22,27 @@ STAGE_CLIPS = 8
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("figures", nargs="+", choices=["forward", "lora_step"])
-    parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--axes", nargs="+", default=["context", "fsdp", "stage"])
+    parser.add_argument("--meshes", nargs="+", required=True, metavar="AXIS=DEVICES")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
     parser.add_argument("--repeats", default="3")
     parser.add_argument("--layers", default="40", help="fewer to try the script")
     parser.add_argument("--size", default="480x832x81")
+    parser.add_argument("--remat", default="full", help="policy of lora_step")
     args = parser.parse_args()
     for figure in args.figures:
         rows, alone = [], None
-        for axis in ["alone", *args.axes]:
-            devices = 1 if axis == "alone" else args.devices
+        for mesh in ["", *args.meshes]:
+            axis, _, devices = mesh.partition("=")
+            devices = int(devices or 1)
             clips = {"fsdp": devices, "stage": STAGE_CLIPS}.get(axis, 1)
-            row = _run(figure, axis, devices, clips, args)
+            row = _run(figure, mesh, devices, clips, args)
             if row is None:
                 continue
             each = row["seconds"] / clips
-            alone = each if axis == "alone" else alone
+            alone = alone if mesh else each
             rows.append(
                 {
-                    "split": "one device" if axis == "alone" else f"{axis}={devices}",
+                    "split": mesh or "one device",
                     "clips": clips,
                     "seconds": row["seconds"],
                     "speed-up": round(alone / each, 2) if alone else "",
@@ -49,16 +52,17 @@ def main():
                     "first call s": row["first_s"],
                 }
             )
-            title = f"scaling.py {figure}, 14B, {args.size}, {args.layers} layers, {row['stack']}"
-            write_section(args.out, title, f"{args.devices} x {card()}", rows)
+            policy = "" if figure == "forward" else f", remat {args.remat}"
+            model = f"14B, {args.size}, {args.layers} layers{policy}, {row['stack']}"
+            write_section(args.out, f"scaling.py {figure}, {model}", card(), rows)
 
 
-def _run(figure, axis, devices, clips, args):
+def _run(figure, mesh, devices, clips, args):
     """The JSON row of ours.py in a process that sees so many GPUs; None when it failed."""
     options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
-    options += [] if axis == "alone" else ["--mesh", f"{axis}={devices}"]
-    visible = ",".join(map(str, range(devices)))
-    return side("ours.py", figure, *options, "--batch", str(clips), CUDA_VISIBLE_DEVICES=visible)
+    options += ["--remat", args.remat, "--mesh", mesh, "--batch", str(clips)]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    return side("ours.py", figure, *options, CUDA_VISIBLE_DEVICES=",".join(given[:devices]))
 
 
 if __name__ == "__main__":
