@@ -180,33 +180,43 @@ def _common(parts: list[files.Tensor]) -> np.dtype:
 
 
 def _place(path: str, shape: tuple, parts: list[files.Tensor], dtype: np.dtype, where: dict):
-    """Assemble one leaf on its devices; equal shards are read once."""
+    """Assemble one leaf on its devices. Shards that fill a box together are read together, equal
+    ones once."""
     target = where.get(path)
     if target is None:
-        return _shard(path, parts, tuple((0, n) for n in shape), [None], dtype)[0]
-    groups: dict[tuple, list] = {}
+        whole = tuple((0, n) for n in shape)
+        return _shards(path, parts, whole, {whole: [None]}, dtype)[0]
+    groups: dict[Bounds, list] = {}
     for device, index in target.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         groups.setdefault(bounds, []).append(device)
-    shards = [x for bounds, to in groups.items() for x in _shard(path, parts, bounds, to, dtype)]
+    box = tuple(
+        (min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*groups, strict=True)
+    )
+    volume = lambda bounds: math.prod(hi - lo for lo, hi in bounds)
+    filled = sum(map(volume, groups)) == volume(box)
+    jobs = [(box, groups)] if filled else [(bounds, {bounds: groups[bounds]}) for bounds in groups]
+    shards = [x for job in jobs for x in _shards(path, parts, *job, dtype)]
     return jax.make_array_from_single_device_arrays(shape, target, shards)
 
 
-def _shard(path: str, parts: list[files.Tensor], bounds: Bounds, devices: list, dtype: np.dtype):
-    """Read the range `bounds` of a leaf and put it on each device.
+def _shards(path: str, parts: list[files.Tensor], box: Bounds, groups: dict, dtype: np.dtype):
+    """Read the range `box` of a leaf and put the range of each group on each of its devices.
 
     Chunks along the leading axis bound the host memory: layers of a stack, or rows of a leaf that
-    has its torch layout; a kernel outside a stack is one chunk.
+    has its torch layout; a kernel outside a stack is one chunk. No transfer is in flight while the
+    next chunk is read.
     """
     axes = names.permutation(path, len(parts[0].shape))
     stacked = names.stack_root(path) is not None
-    rows = not stacked and bounds != () and axes == tuple(range(len(bounds)))
+    rows = not stacked and box != () and axes == tuple(range(len(box)))
     if rows:
         axes = axes[:-1]
-    (first, last), inner = (bounds[0], bounds[1:]) if stacked or rows else ((0, 1), bounds)
-    at = tuple(slice(*inner[axes.index(k)]) for k in range(len(axes)))
-    move = (0, *(1 + a for a in axes))
-    local = tuple(hi - lo for lo, hi in bounds)
+
+    def leading(bounds: Bounds):
+        """(range of the leading axis, range of the other axes in torch order)."""
+        first, inner = (bounds[0], bounds[1:]) if stacked or rows else ((0, 1), bounds)
+        return first, [inner[axes.index(k)] for k in range(len(axes))]
 
     def read(lo: int, hi: int) -> np.ndarray:
         raw = np.empty((hi - lo, *(s.stop - s.start for s in at)), _common(parts))
@@ -216,24 +226,36 @@ def _shard(path: str, parts: list[files.Tensor], bounds: Bounds, devices: list, 
             files.fill((parts[i], at, raw[i - lo, ...]) for i in range(lo, hi))
         return raw
 
+    (first, last), ranges = leading(box)
+    at = tuple(slice(*bounds) for bounds in ranges)
+    move = (0, *(1 + a for a in axes))
     size = math.prod(s.stop - s.start for s in at) * _common(parts).itemsize
     step = max(1, _CHUNK // max(1, size))
-    if last - first <= step:
-        raw = read(first, last)
-        if raw.nbytes < _SMALL:
-            host = raw.transpose(move).astype(dtype).reshape(local)
-            return [jax.device_put(host, d) for d in devices]
-        sent = [jax.device_put(raw, d) for d in devices]
-        return [_arrange(x, axes=move, dtype=dtype, shape=local) for x in sent]
-    buffers = [jnp.zeros(local, dtype, device=d) for d in devices]
-    sent = []
+    arrays: dict[Bounds, list] = {}
     for lo in range(first, last, step):
         raw = read(lo, min(lo + step, last))
-        jax.block_until_ready(sent)  # the transfer before is done: two chunks live on the host
-        sent = [jax.device_put(raw, d) for d in devices]
-        pairs = zip(buffers, sent, strict=True)
-        buffers = [_insert(buffer, x, lo - first, axes=move) for buffer, x in pairs]
-    return buffers
+        for bounds, devices in groups.items():
+            local = tuple(hi - lo for lo, hi in bounds)
+            (start, stop), own = leading(bounds)
+            begin, end = max(lo, start), min(lo + len(raw), stop)
+            if begin >= end:
+                continue
+            cut = (slice(a - s.start, b - s.start) for (a, b), s in zip(own, at, strict=True))
+            part = np.ascontiguousarray(raw[(slice(begin - lo, end - lo), *cut)])
+            small = end - begin == stop - start and part.nbytes < _SMALL
+            if small:
+                part = part.transpose(move).astype(dtype).reshape(local)
+            sent = jax.block_until_ready([jax.device_put(part, d) for d in devices])
+            if small:
+                arrays[bounds] = sent
+            elif end - begin == stop - start:
+                arrays[bounds] = [_arrange(x, axes=move, dtype=dtype, shape=local) for x in sent]
+            else:
+                if bounds not in arrays:
+                    arrays[bounds] = [jnp.zeros(local, dtype, device=d) for d in devices]
+                pairs = zip(arrays[bounds], sent, strict=True)
+                arrays[bounds] = [_insert(old, x, begin - start, axes=move) for old, x in pairs]
+    return [x for bounds in groups for x in arrays[bounds]]
 
 
 @partial(jax.jit, static_argnames=("axes", "dtype", "shape"))

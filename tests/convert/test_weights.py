@@ -128,6 +128,24 @@ def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, ch
     assert kernel.addressable_shards[0].data.size * parts == kernel.size
 
 
+def test_a_tensor_split_over_local_devices_is_read_once(saved, monkeypatch):
+    """Its shards together are read as one contiguous range, not once for each device."""
+    count, fill = [0], files.fill
+
+    def counted(jobs):
+        jobs = list(jobs)
+        count[0] += sum(out.nbytes for _, _, out in jobs)
+        fill(jobs)
+
+    monkeypatch.setattr(files, "fill", counted)
+    read = []
+    for shape in ({"data": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "stage": 2, "data": 2}):
+        count[0] = 0
+        weights.load_component(saved[0], "transformer", mesh=sharding.make_mesh(shape))
+        read.append(count[0])
+    assert read[0] > 0 and read == [read[0]] * 3
+
+
 def test_chunked_load_without_mesh_equals_the_plain_load(saved, monkeypatch):
     monkeypatch.setattr(weights, "_CHUNK", 6000)
     assert tiny.equal(weights.load(saved[0])[0], saved[1])

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import custom_partitioning
 
 from wanjax import sharding
-from wanjax.models import blocks, lora, pipeline, wan
+from wanjax.models import attention, blocks, lora, pipeline, wan
 
 CONFIG = wan.WanConfig(
     num_attention_heads=2, attention_head_dim=16, num_layers=3, ffn_dim=48, in_channels=4,
@@ -115,3 +116,37 @@ def test_staged_weights_are_split_over_the_stages_and_come_back():
     back = wan.unstage(staged, config)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def _partitioned(fn, operands: str, results: str):
+    """fn as GPU kernels are bound: XLA asks a callback how it may be split."""
+    op = custom_partitioning.custom_partitioning(fn)
+
+    def partition(mesh, arguments, result):
+        place = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+        return mesh, fn, place(result), place(arguments)
+
+    op.def_partition(partition=partition, sharding_rule=f"{operands} -> {results}")
+    return lambda *args, last_count: op(*args)
+
+
+@pytest.mark.parametrize("mesh", [{"stage": 2}, {"stage": 2, "context": 2}])
+def test_stages_run_kernels_that_bring_their_own_partitioning(monkeypatch, mesh):
+    """cuDNN and FlashAttention-3 do; a region of which only some axes are manual breaks them."""
+    forward, backward = attention.KERNELS["xla"]
+    kernels = (
+        _partitioned(lambda *a: forward(*a, 1), "b l n k, b s n k, b s n k", "b l n k, b n l"),
+        _partitioned(
+            lambda *a: backward(*a, 1),
+            "b l n k, b s n k, b s n k, b l n k, b n l, b l n k", "b l n k, b s n k, b s n k",
+        ),
+    )  # fmt: skip
+    params, adapter, inputs = _model()
+    inputs = (*inputs[:2], jnp.pad(inputs[2], ((0, 0), (0, 7), (0, 0))), inputs[3])  # no counts
+    want = _run(CONFIG, params, adapter, inputs)
+    monkeypatch.setitem(attention.KERNELS, "own", kernels)
+    config = dataclasses.replace(CONFIG, attention="own")
+    with sharding.use_mesh(_mesh(mesh)):
+        got = _run(config, params, adapter, inputs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-4, atol=2e-5)

@@ -146,10 +146,13 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _over_mesh(fn, plan: _Plan, inputs: str, outputs: str) -> Callable:
-    """fn(*arrays, plan) on the shards of every device; q and k name the layouts, l that of lse."""
-    mesh = sharding.mesh_shape()
+    """fn(*arrays, plan) on the shards of every device; q and k name the layouts, l that of lse.
+
+    Under a pipeline too: GPU kernels partition themselves, which XLA cannot ask of them where only
+    `stage` is manual.
+    """
     fn = functools.partial(fn, plan=plan)
-    if math.prod(size for axis, size in mesh.items() if axis != "stage") <= 1:
+    if math.prod(sharding.mesh_shape().values()) <= 1:
         return fn
     batch = ("data", "fsdp")
     layouts = {
