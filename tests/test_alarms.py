@@ -43,7 +43,7 @@ def test_videos_are_measured_whatever_the_reward():
 
 
 @pytest.mark.slow
-def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, capsys, monkeypatch):
+def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypatch):
     model = tiny.save_model(tmp_path / "model")
     scores = {1: 3.0, 2: 2.0, 3: 1.0}
     real = train._previews
@@ -62,16 +62,13 @@ def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, capsys, 
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert len(kept) == 2 and int(kept[0].removeprefix("step_")) == 1
     assert checkpoint.latest_good(tmp_path / "run") == 4
-    config.alarms.action = "warn"
-    config.steps = 8  # four more outside: the last one rings
-    train.main(config)
-    assert "alarm at step" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_policy_that_is_not_the_reference_is_told_at_the_first_step(
     tmp_path, capsys, monkeypatch
 ):
+    """Which is the last one here: nothing waits for a step after it."""
     real = lora.init
 
     def moved(*args, **kwargs):  # an adapter that is no identity
@@ -80,7 +77,7 @@ def test_a_policy_that_is_not_the_reference_is_told_at_the_first_step(
 
     monkeypatch.setattr(lora, "init", moved)
     model = tiny.save_model(tmp_path / "model")
-    changes = dict(steps=2, algorithm="nft", nft__train_guidance=True, kl__high=0.1, kl__low=0.1)
+    changes = dict(steps=1, algorithm="nft", nft__train_guidance=True, kl__high=0.1, kl__low=0.1)
     train.main(tiny.make_config(model, tmp_path, **changes))
     told = capsys.readouterr().out
     assert "alarm at step 0: nft/kl/high is" in told and "alarm at step 0: nft/kl/low is" in told

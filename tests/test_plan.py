@@ -33,8 +33,15 @@ backend_config={"known_trip_count":{"n":"3"}}
 """
 
 
-def test_a_loops_collectives_count_as_often_as_it_runs():
-    found = plan.collectives(HLO)
+NOTED = ', backend_config={"known_trip_count":{"n":"3"}}'
+LIMIT = "  %n = s32[]{:T(128)} constant(3), metadata={id=68}\n  ROOT %lt"
+TPU = HLO.replace(NOTED, "").replace("  ROOT %lt", LIMIT)
+
+
+@pytest.mark.parametrize("hlo", [HLO, TPU])
+def test_a_loops_collectives_count_as_often_as_it_runs(hlo):
+    """The number is noted by XLA:CPU and GPU, and the limit of the condition on TPU."""
+    found = plan.collectives(hlo)
     assert found["all-gather"] == {"count": 6, "bytes": 3 * (4 * 8 * 2 + 8 * 4)}
     assert found["all-reduce"] == {"count": 1, "bytes": 32}
 

@@ -44,6 +44,7 @@ VAE = vae.VAEConfig(
     latents_std=(1.0,) * 4,
 )
 TEXT = umt5.UMT5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+TARGETS = (r"blocks/attn1/to_q", r"blocks/ffn\.net\.2")  # few leaves compile fast
 MODEL = presets.ModelConfig(
     "tiny",
     WAN,
@@ -86,7 +87,7 @@ def make_setup(model: presets.ModelConfig = MODEL, **changes) -> states.Setup:
         "sampling": dict(guidance=model.sampling.guidance, height=16, width=16, frames=5, batch=4),
         "strategy": dict(name="dual_window", window=1),
         "sde": dict(kind="flow", eta=0.7),
-        "lora": dict(rank=2, alpha=4.0),
+        "lora": dict(rank=2, alpha=4.0, targets=TARGETS),
         "optim": dict(lr=1e-2),
         "algorithm": dict(
             group_size=4,
@@ -103,17 +104,26 @@ def make_setup(model: presets.ModelConfig = MODEL, **changes) -> states.Setup:
     sampling = states.SamplingConfig(
         schedule=schedule.make_schedule(**sections["schedule"]), **sections["sampling"]
     )
-    setup = sections["setup"]
-    return states.Setup(
+    fields = sections["setup"]
+    setup = states.Setup(
         model=model,
         sampling=sampling,
         sde=states.SdeConfig(schedule.Strategy(**sections["strategy"]), **sections["sde"]),
         lora=states.LoraConfig(**sections["lora"]),
-        optim={e: optim.OptimConfig(**sections["optim"]) for e in setup["experts"]},
+        optim={e: optim.OptimConfig(**sections["optim"]) for e in fields["experts"]},
         algorithm=grpo.Config(**sections["algorithm"]),
         rewards={"mean": 1.0},
-        **setup,
+        **fields,
     )
+    return shared(setup)
+
+
+_SETUPS: dict[str, states.Setup] = {}
+
+
+def shared(setup: states.Setup) -> states.Setup:
+    """The first Setup that was equal to this one: its programs are traced already."""
+    return _SETUPS.setdefault(repr(setup), setup)
 
 
 def contexts(prompts: int = 2, rows: int = 5):
@@ -202,4 +212,5 @@ def write_clips(folder) -> pathlib.Path:
 
 def replace_algorithm(setup: states.Setup, **changes) -> states.Setup:
     """The same Setup with some fields of the algorithm changed."""
-    return dataclasses.replace(setup, algorithm=dataclasses.replace(setup.algorithm, **changes))
+    algorithm = dataclasses.replace(setup.algorithm, **changes)
+    return shared(dataclasses.replace(setup, algorithm=algorithm))

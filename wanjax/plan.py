@@ -30,6 +30,7 @@ if __name__ == "__main__":  # before jax starts a backend: the planner uses no a
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time
     count = next((a.rpartition(":")[2] for a in sys.argv if re.search(r"(cpu|h.00):\d+$", a)), "1")
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
@@ -133,15 +134,26 @@ def collectives(hlo: str) -> dict[str, dict[str, int]]:
                 moved = max(shapes) if found[3] else sum(shapes)
                 total[found[2]]["count"] += times
                 total[found[2]]["bytes"] += times * moved
-            trips = re.search(r'known_trip_count":?\{"n":"(\d+)"', line)
             for kind, callee in re.findall(r"(body|calls|to_apply)=%?([\w.\-]+)", line):
-                visit(callee, times * (int(trips[1]) if trips and kind == "body" else 1))
+                visit(callee, times * (_trips(line, bodies) if kind == "body" else 1))
             branches = re.search(r"branch_computations=\{([^}]*)\}", line)
             for callee in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
                 visit(callee, times)
 
     visit(entry, 1)
     return dict(total)
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+    """How often a while loop runs: as XLA notes it, else (TPU) the limit in its condition, which a
+    scan counts to from zero; 1 where neither is there."""
+    noted = re.search(r'known_trip_count":?\{"n":"(\d+)"', line)
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    if noted or not condition:
+        return int(noted[1]) if noted else 1
+    rows = "\n".join(bodies.get(condition[1], ()))
+    found = [int(n) for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", rows)]
+    return found[0] if len(found) == 1 else 1
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:

@@ -45,10 +45,6 @@ BOTH = ("high", "low")
 def _setup(model=tiny.MODEL, roles=None, **changes):
     """Four steps at shift 3: σ 1, .9 for the high expert, .75, .5 for the low one."""
     given = {"sampling__guidance": presets.Guidance(1.0, 1.0), "schedule__steps": 4}
-    given["lora__targets"] = (
-        r"blocks/attn1/to_q",
-        r"blocks/ffn\.net\.2",
-    )  # few leaves compile fast
     given |= {k: v for k, v in changes.items() if not k.startswith("dmd2__")}
     setup = tiny.make_setup(model, **given)
     fields = dict(prompts_per_step=2, group_size=2, micro_samples=4, student_every=1, ema_start=1)
@@ -56,12 +52,9 @@ def _setup(model=tiny.MODEL, roles=None, **changes):
     roles = {role: (roles or {}).get(role, model) for role in ("teacher", "critic")}
     critic = roles["critic"].experts
     experts = setup.experts if critic == model.experts else critic
-    return dataclasses.replace(
-        setup,
-        algorithm=dmd2.Config(**fields),
-        roles=roles,
-        role_optim={"critic": {e: optim.OptimConfig(lr=1e-2) for e in experts}},
-    )
+    critics = {"critic": {e: optim.OptimConfig(lr=1e-2) for e in experts}}
+    own = dict(algorithm=dmd2.Config(**fields), roles=roles, role_optim=critics)
+    return tiny.shared(dataclasses.replace(setup, **own))
 
 
 def _base(model=tiny.MODEL, seed=0):

@@ -1,5 +1,7 @@
 """DiffusionNFT on a random two-expert model: the invariants of old, ema, routing and gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ def _setup(**changes):
     setup = tiny.make_setup(**{k: v for k, v in changes.items() if not k.startswith("nft__")})
     fields = dict(group_size=4, prompts_per_step=2, micro_samples=4)
     fields |= {k.removeprefix("nft__"): v for k, v in changes.items() if k.startswith("nft__")}
-    return states.Setup(**{**vars(setup), "algorithm": nft.Config(**fields)})
+    return tiny.shared(dataclasses.replace(setup, algorithm=nft.Config(**fields)))
 
 
 def _start(setup):

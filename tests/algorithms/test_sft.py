@@ -22,7 +22,7 @@ def _setup(model=tiny.MODEL, **changes):
     own |= {k.removeprefix("sft__"): v for k, v in changes.items() if k.startswith("sft__")}
     rest = {k: v for k, v in changes.items() if not k.startswith("sft__")}
     setup = tiny.make_setup(model, **rest)
-    return states.Setup(**{**vars(setup), "algorithm": sft.Config(**own), "rewards": {}})
+    return tiny.shared(dataclasses.replace(setup, algorithm=sft.Config(**own), rewards={}))
 
 
 def _start(setup):
@@ -38,7 +38,6 @@ def item():
 
 
 TOOLS = states.Tools({}, tiny.contexts(B, S)[1])
-# a Setup is compared by identity: tests that share one share its compiled programs
 BOTH = _setup(sft__weighting="bell", sft__micro_samples=4, sft__bins=2, sft__caption_dropout=0.5)
 LOW = _setup(setup__experts=("low",), sft__timesteps=2, sft__caption_dropout=0.0)
 
