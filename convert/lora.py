@@ -633,7 +633,7 @@ DIALECTS = {
 def write(
     adapter: Adapter,
     out_dir,
-    dialect: str,
+    dialect: str = "",
     *,
     stem: str = "lora",
     dtype=None,
@@ -641,9 +641,12 @@ def write(
 ) -> list[pathlib.Path]:
     """Write an adapter in a dialect of DIALECTS, one file per expert (tagged) or one combined file.
 
+    No dialect: that of diffusers, or comfyui's where there are dense changes, which diffusers
+    itself does not load (this module does).
     An adapter whose expert is unknown becomes STEM.safetensors. Every file's header says version,
     expert, rank and alpha beside the given metadata. Returns the paths.
     """
+    dialect = dialect or ("comfyui" if any(adapter.dense.values()) else "diffusers")
     if dialect not in DIALECTS:
         raise ValueError(f"dialect is {dialect!r}, expected one of {', '.join(DIALECTS)}")
     if combined and dialect not in ("diffusers", "comfyui"):

@@ -10,4 +10,5 @@ source "$(dirname "$0")/venv.sh" "[dev]"
 run "$PY" -m ruff check .
 run "$PY" -m ruff format --check .
 run "$PY" -m pyright
-run "$PY" -m pytest -n "$WORKERS" "$@"
+# worksteal: a file stays in one process, which has compiled its programs already
+run "$PY" -m pytest -n "$WORKERS" --dist worksteal "$@"

@@ -146,9 +146,10 @@ def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pai
         optim__high__lr=0.0, optim__low__lr=0.0,
     )  # fmt: skip
     train.main(run)
-    for folder in (tmp_path / "run/export", tmp_path / "again"):
-        if not folder.exists():
-            export.export(tmp_path / "run", "kohya", folder)
+    for dialect in ("kohya", ""):
+        export.export(tmp_path / "run", dialect, tmp_path / f"again{dialect}")
+    assert "diffusion_model." in next((tmp_path / "again").glob("*")).read_bytes().decode("latin1")
+    for folder in (tmp_path / name for name in ("run/export", "againkohya", "again")):
         got = lora.read(sorted(folder.glob("*.safetensors")))
         for expert in config.experts:
             deltas, before = got.deltas(expert), adapter.deltas(expert)

@@ -17,7 +17,8 @@ from wanjax import checkpoint, trees
 
 
 def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
-    """Write a run's adapters, or its full weights as a diffusers folder; returns the paths.
+    """Write a run's adapters, or its full weights as a diffusers folder; returns the paths. No
+    dialect: see lora.write.
 
     Raises ValueError when the folder holds no run or no good checkpoint.
     """
@@ -37,7 +38,7 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
         note = {"step": str(step), "run": run_dir.name, "wanjax.sampler": json.dumps(sampler)}
         adapter = lora.with_start(lora.of_trees(trained, note), config["lora"]["start"])
         return lora.write(adapter, out, dialect, stem=run_dir.name)
-    if dialect != "diffusers":
+    if dialect not in ("", "diffusers"):
         raise ValueError(
             f"the run trained full weights: they become a diffusers folder, not {dialect}; "
             "use --format diffusers, then python -m convert.weights for other layouts"
@@ -71,11 +72,16 @@ def main(argv=None) -> None:
     """Command line: RUN --format F --out DIR [--step N]."""
     parser = argparse.ArgumentParser(prog="python -m wanjax.export", description="Export a run.")
     parser.add_argument("run", help="run folder, such as runs/quickstart")
-    parser.add_argument("--format", default="diffusers", choices=sorted(lora.DIALECTS))
-    parser.add_argument("--out", help="folder to write; default: RUN/export/FORMAT")
+    parser.add_argument(
+        "--format", default="", choices=sorted(lora.DIALECTS),
+        help="default: diffusers, or comfyui for changes that are not low-rank",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", help="folder to write; default: RUN/export/FORMAT, or RUN/export/model"
+    )
     parser.add_argument("--step", type=int, help="checkpoint to read; default: the newest good one")
     args = parser.parse_args(argv)
-    out = args.out or pathlib.Path(args.run) / "export" / args.format
+    out = args.out or pathlib.Path(args.run) / "export" / (args.format or "model")
     try:
         paths = export(args.run, args.format, out, args.step)
     except ValueError as error:

@@ -323,8 +323,7 @@ def _finish(job: _Job, state, started: float) -> None:
                     if tree}  # fmt: skip
         adapter = convert_lora.of_trees(adapters, note)
         adapter = convert_lora.with_start(adapter, job.config.lora.start)
-        dialect = "comfyui" if adapter.dense else "diffusers"  # which knows pairs only
-        files = convert_lora.write(adapter, job.run_dir / "export", dialect)
+        files = convert_lora.write(adapter, job.run_dir / "export")
         if files:
             print("adapters " + "  ".join(str(file) for file in files), flush=True)
     if jax.process_index() != 0:

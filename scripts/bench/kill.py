@@ -1,0 +1,94 @@
+"""Kill a training run with SIGKILL at random moments, let it finish, and compare it with one that
+nothing interrupted: every line of metrics.jsonl (but its times) and every exported tensor.
+
+    python scripts/bench/kill.py --out scripts/bench/RESULTS.md    quickstart, 15 minutes
+
+Both runs stay in --runs, so an interrupted comparison goes on where it was. Exit code 1 where they
+differ.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+from report_table import write_section
+from safetensors.numpy import load_file
+
+from wanjax import metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--runs", type=pathlib.Path, default="runs/kill")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
+    args, more = parser.parse_known_args()  # the rest goes to wanjax.train
+    command = [sys.executable, "-m", "wanjax.train", "--config", args.config]
+    command += [f"--config.workdir={args.runs}", *more]
+    start(command, "whole").wait()
+    whole, killed = args.runs / "whole", args.runs / "killed"
+    steps = len(metrics.read(whole))
+    rng, at = random.Random(args.seed), []
+    for wanted in sorted(rng.sample(range(steps), args.kills)):
+        process = start(command, "killed")
+        while process.poll() is None and len(metrics.read(killed)) < wanted:
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, seconds(whole)))  # anywhere in a step
+        if process.poll() is None:
+            process.kill()
+            at.append(len(metrics.read(killed)))
+        process.wait()
+    start(command, "killed").wait()
+    rows = [
+        {
+            "run": args.config,
+            "steps": steps,
+            "killed after lines": ", ".join(map(str, at)),
+            "metrics": "same" if repr(lines(whole)) == repr(lines(killed)) else "DIFFER",
+            "adapters": "same" if tensors(whole) == tensors(killed) else "DIFFER",
+        }
+    ]
+    write_section(args.out, "kill.py", f"none, {platform.machine()} CPU", rows)
+    return int("DIFFER" in rows[0].values())
+
+
+def start(command: list[str], name: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*command, f"--config.name={name}"], env=env, cwd=ROOT)
+
+
+def lines(run: pathlib.Path) -> list[dict]:
+    """What a step logs, without its times."""
+    timed = ("time/", "perf/")
+    return [
+        {k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics.read(run)
+    ]
+
+
+def seconds(run: pathlib.Path) -> float:
+    """Of a step: rollout and update."""
+    spent = json.loads((run / "summary.json").read_text())["seconds"]
+    return (spent["collect"] + spent["update"]) / len(metrics.read(run))
+
+
+def tensors(run: pathlib.Path) -> dict:
+    """Bytes of every exported tensor."""
+    files = sorted((run / "export").glob("*.safetensors"))
+    assert files, f"{run} has no export"
+    found = {f"{f.name}/{k}": np.asarray(v) for f in files for k, v in load_file(f).items()}
+    return {name: (x.shape, str(x.dtype), x.tobytes()) for name, x in found.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
