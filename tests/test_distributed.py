@@ -287,7 +287,9 @@ CHILD = textwrap.dedent("""
 
 def pair(commands):
     """Run the commands side by side; (exit codes, outputs, seconds)."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+    flags = (flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    env["JAX_NUM_CPU_DEVICES"] = "2"
     env["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started = time.monotonic()

@@ -107,20 +107,27 @@ def test_experts_differ(tinywan):
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(high, low, strict=True))
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", ["", "random", "quickstart"])
 def test_diffusers_pipeline_gives_the_same_frames(tinywan, tmp_path, adapted):
-    """Of the model as it is, and with an exported LoRA on both experts."""
+    """Of the model as it is, and with an exported LoRA on both experts: a large random one, and
+    the files that a quickstart run wrote (golden/quickstart)."""
     params, config = tinywan
     steps, guidance = 10, config.sampling.guidance
     noise = np.asarray(jax.random.normal(jax.random.key(7), (2, 5, 8, 8, config.wan.in_channels)))
-    adapters = _adapters(params, config) if adapted else {}
+    adapters, files = {}, []
+    if adapted == "random":
+        adapters = _adapters(params, config)
+        files = lora_files.to_diffusers(adapters, tmp_path)
+    elif adapted:
+        files = sorted((pathlib.Path(__file__).parent / "golden/quickstart").glob("*.safetensors"))
+        adapters = lora_files.load(files, config)
     ours = _generate(params, config, PROMPTS, jnp.asarray(noise), steps, adapters)
     pipe = diffusers.WanPipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
     if adapted:
-        high, low = lora_files.to_diffusers(adapters, tmp_path)
-        pipe.load_lora_weights(str(tmp_path), weight_name=high.name)
-        pipe.load_lora_weights(str(tmp_path), weight_name=low.name, load_into_transformer_2=True)
+        for path, second in zip(files, (False, True), strict=True):
+            where = dict(weight_name=path.name, load_into_transformer_2=second)
+            pipe.load_lora_weights(str(path.parent), **where)
         plain = _generate(params, config, PROMPTS, jnp.asarray(noise), steps)
         assert np.abs(ours - plain).max() > 0.1
     theirs = pipe(
