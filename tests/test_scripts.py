@@ -60,9 +60,17 @@ def test_a_changed_pyproject_is_installed_again(project):
 
 def test_test_script_adds_the_dev_extras_which_also_serve_to_run(project):
     run(project, "quickstart.sh")
-    checks = ["-m ruff check .", "-m ruff format --check .", "-m pyright", "-m pytest -n 2"]
+    checks = [
+        "-m ruff check .",
+        "-m ruff format --check .",
+        "-m pyright",
+        "-m pytest -n 2 --dist worksteal",
+    ]
     assert run(project, "test.sh")[2] == [INSTALL + ".[dev]", *checks]
-    assert run(project, "test.sh", "-k", "vae")[2] == [*checks[:-1], "-m pytest -n 2 -k vae"]
+    assert run(project, "test.sh", "-k", "vae")[2] == [
+        *checks[:-1],
+        "-m pytest -n 2 --dist worksteal -k vae",
+    ]
     assert run(project, "quickstart.sh")[2] == [TRAIN]
 
 
