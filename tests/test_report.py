@@ -196,6 +196,25 @@ def test_curves_hold_the_logged_values(finished, tmp_path):
         assert float(shown) == pytest.approx(record["reward/mean"], rel=1e-3)
 
 
+def test_curves_of_evaluations_end_with_the_last_one(tmp_path):
+    """Which comes after the last step, so no line of metrics.jsonl has it."""
+    make_run(tmp_path / "r", steps=6)
+    for step, value in ((0, 0.25), (6, 0.75)):
+        path = tmp_path / f"r/evals/step_{step:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.write_json(path, {"eval/own": value})
+    (tmp_path / "r/metrics.jsonl").write_text(
+        "".join(
+            json.dumps(record | ({"eval/own": 0.25} if record["step"] == 0 else {})) + "\n"
+            for record in metrics.read(tmp_path / "r")
+        )
+    )
+    page = write([tmp_path / "r"], tmp_path)
+    (curve,) = page.charts["eval/own"]
+    assert curve["x"] == [0, 6] and [float(y) for y in curve["y"]] == [0.25, 0.75]
+    assert page.charts["reward/mean"][0]["x"] == list(range(6))
+
+
 def test_page_is_self_contained_and_embeds_the_very_files(finished, tmp_path):
     page = write([finished], tmp_path)
     assert page.urls and all(url.startswith("data:video/mp4;base64,") for url in page.urls)

@@ -59,12 +59,20 @@ class Run:
     summary: dict[str, Any]
     records: list[dict[str, float]]
     samples: dict[int, list[Sample]]
+    evals: list[dict[str, float]] = field(default_factory=list)  # with "step", like records
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def curves(self) -> list[dict[str, float]]:
+        """What is drawn over steps: the last evaluation belongs to no training step."""
+        logged = {record["step"] for record in self.records}
+        return self.records + [found for found in self.evals if found["step"] not in logged]
 
 
 def load_run(run_dir) -> Run:
     """Read config.json, facts.json ({section: {key: value}}), schedule.txt, summary.json,
-    metrics.jsonl and samples/step_*/{NNN.mp4, NNN.txt, scores.json} of a run folder.
+    metrics.jsonl, evals/step_*.json and samples/step_*/{NNN.mp4, NNN.txt, scores.json} of a run
+    folder.
 
     Raises ValueError for a folder with none of these; a file that cannot be read becomes a note.
     """
@@ -81,6 +89,10 @@ def load_run(run_dir) -> Run:
         summary=_read_json(run_dir / "summary.json", notes, {}),
         records=metrics.read(run_dir),
         samples=_read_samples(run_dir / "samples", notes),
+        evals=[
+            {"step": int(path.stem.removeprefix("step_")), **_read_json(path, notes, {})}
+            for path in sorted(run_dir.glob("evals/step_*.json"))
+        ],
         notes=notes,
     )
     if not (run.config or run.records or run.samples or run.summary):
@@ -310,7 +322,7 @@ class _Series:
 
 
 def _curves(runs):
-    keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
+    keys = dict.fromkeys(key for run in runs for record in run.curves for key in record)
     shown = [key for key in keys if key != "step" and not key.startswith("time/")]
     sections: dict[str, list[str]] = {title: [] for title in _SECTIONS}
     for base in dict.fromkeys(metrics.split_name(key)[0] for key in shown):
@@ -332,7 +344,7 @@ def _section(base):
 def _series(run, n, base, several):
     """Return the curves of a metric in run n: a colour an expert, or a colour a run if several."""
     found: dict[str, tuple[list[int], list[float]]] = {}
-    for record in run.records:
+    for record in run.curves:
         for key, value in record.items():
             name, expert = metrics.split_name(key)
             if name == base:
