@@ -3,8 +3,8 @@ nothing interrupted: every line of metrics.jsonl (but its times) and every expor
 
     python scripts/bench/kill.py --out scripts/bench/RESULTS.md    quickstart, 15 minutes
 
-Both runs stay in --runs, so an interrupted comparison goes on where it was. Exit code 1 where they
-differ.
+The run that nothing interrupts stays in --runs and is not made again, the other is always a new one.
+Exit code 1 where they differ.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ def main() -> int:
     start(command, "whole").wait()
     whole, killed = args.runs / "whole", args.runs / "killed"
     steps = len(metrics.read(whole))
+    shutil.rmtree(killed, ignore_errors=True)  # kills of a finished run would show nothing
     rng, at = random.Random(args.seed), []
     for wanted in sorted(rng.sample(range(steps), args.kills)):
         process = start(command, "killed")
@@ -49,6 +51,10 @@ def main() -> int:
             process.kill()
             at.append(len(metrics.read(killed)))
         process.wait()
+    if len(at) < args.kills:
+        sys.exit(
+            f"killed {len(at)} times of {args.kills}: the run ended before; try another --seed"
+        )
     start(command, "killed").wait()
     rows = [
         {

@@ -119,7 +119,6 @@ def dmd2_step(args) -> dict:
     config.sampling.update(height=height, width=width, frames=frames)
     config.prompts_per_step = config.sampling.batch = config.micro_samples = 1
     config.dmd2.student_every = 1  # every step has all passes
-    config.dmd2.warm_steps = 0
     return _iteration(dmd2, config, args)
 
 
@@ -132,8 +131,8 @@ def _iteration(algorithm, config, args) -> dict:
     setup = train.make_setup(config, model, roles)
     setup = dataclasses.replace(setup, rewards={"mean": 1.0})
     algorithm.check(setup)
-    shapes = {e: random_params(model.wan, i, args.weights) for i, e in enumerate(model.experts)}
-    state = algorithm.init(jax.random.key(2), setup, {"student": shapes})
+    params = {e: random_params(model.wan, i, args.weights) for i, e in enumerate(model.experts)}
+    state = algorithm.init(jax.random.key(2), setup, {"student": params})
     prompts = config.prompts_per_step
     ctx = jax.random.normal(jax.random.key(3), (prompts, 512, 4096))
     uncond = jax.random.normal(jax.random.key(4), (1, 512, 4096))

@@ -9,10 +9,11 @@ Needs wanjax[plan] (libtpu compiles, no TPU is used) and no weights. A plan is k
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
+
+from report_table import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 A14B, T2V_14B, T2V_1B = "wan2.2_t2v_a14b", "wan2.1_t2v_14b", "wan2.1_t2v_1.3b"
@@ -58,7 +59,7 @@ def make(path: pathlib.Path, config: str, model: str, changes: dict, topology: s
     command += ["--topology", topology, "--model", model, "--json"]
     command += [f"--config.{key}={value}" for key, value in given.items()]
     print(f"{path.stem}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if done.returncode == 0:
         path.write_text(done.stdout.strip().splitlines()[-1] + "\n", encoding="utf-8")
 
@@ -97,9 +98,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
         "resident. Ideal: dense bf16 peak of every chip. A mesh is proposed where the recipe's own",
         "does not divide.",
         "",
-        "| " + " | ".join(rows[0]) + " |",
-        "|" + "---|" * len(rows[0]),
-        *("| " + " | ".join(map(str, row.values())) + " |" for row in rows),
+        *table(rows),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -40,12 +40,16 @@ def side(script: str, *arguments: str, **environment: str) -> dict | None:
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 
+def table(rows: list[dict]) -> list[str]:
+    """Lines of a markdown table; rows are dicts with the same keys."""
+    cells = [rows[0], *(row.values() for row in rows)]
+    head, *body = ("| " + " | ".join(map(str, line)) + " |" for line in cells)
+    return [head, "|" + "---|" * len(rows[0]), *body]
+
+
 def write_section(path: pathlib.Path, script: str, card: str, rows: list[dict]) -> None:
     """Replace or append the section of `script`; rows are dicts with the same keys."""
-    header = list(rows[0])
-    lines = [f"## {script}", "", f"Card: {card}", ""]
-    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    lines = [f"## {script}", "", f"Card: {card}", "", *table(rows)]
     old = path.read_text(encoding="utf-8") if path.exists() else "# Benchmark results\n"
     head, *sections = old.split("\n## ")
     kept = [s for s in sections if not s.startswith(f"{script}\n")]
