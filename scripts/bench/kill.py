@@ -3,8 +3,8 @@ nothing interrupted: every line of metrics.jsonl (but its times) and every expor
 
     python scripts/bench/kill.py --out scripts/bench/RESULTS.md    quickstart, 15 minutes
 
-The run that nothing interrupts stays in --runs and is not made again, the other is always a new one.
-Exit code 1 where they differ.
+The run that nothing interrupts stays in --runs and is not made again; the other is always a new
+one. Exit code 1 where they differ.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
     args, more = parser.parse_known_args()  # the rest goes to wanjax.train
     command = [sys.executable, "-m", "wanjax.train", "--config", args.config]
-    command += [f"--config.workdir={args.runs}", *more]
+    command += [f"--config.workdir={args.runs.absolute()}", *more]
     start(command, "whole").wait()
     whole, killed = args.runs / "whole", args.runs / "killed"
     steps = len(metrics.read(whole))
