@@ -20,15 +20,15 @@ def card() -> str:
     return found[0] if found else "no GPU"
 
 
-def timed(call, repeats: int) -> dict:
-    """Median seconds of call(1), call(2), …, and those of call(0), which compiles; a call must end
-    with a value that the host fetched."""
+def timed(call, repeats: int, warm_up: int = 1) -> dict:
+    """Median seconds of `repeats` calls after `warm_up` of them, and those of call(0), which
+    compiles; a call must end with a value that the host fetched."""
     seconds = []
-    for i in range(repeats + 1):
+    for i in range(repeats + warm_up):
         start = time.perf_counter()
         call(i)
         seconds.append(time.perf_counter() - start)
-    return {"seconds": round(statistics.median(seconds[1:]), 4), "first_s": round(seconds[0], 1)}
+    return {"seconds": round(statistics.median(seconds[warm_up:]), 4), "first_s": round(seconds[0], 1)}
 
 
 def side(script: str, *arguments: str, **environment: str) -> dict | None:
