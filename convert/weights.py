@@ -34,7 +34,7 @@ Bounds = tuple[tuple[int, int], ...]
 _KEYS = {component: expert for expert, component in disk.EXPERTS.items()}
 
 
-def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None):
+def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload=False):
     """Load a model: (params, presets.ModelConfig).
 
     Args:
@@ -47,6 +47,7 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None):
         become bfloat16).
       experts_only: leave out VAE and encoders.
       dense: {expert: {parameter name: change}}, added in float32 as the parameters are read.
+      offload: keep the weights of the experts in host memory, see `sharding.to_host`.
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
@@ -57,6 +58,8 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None):
                 "load the checkpoint that it was made from"
             )
         params, config = _restore(pathlib.Path(path).absolute(), mesh, dtype)
+        if offload:
+            params |= {e: sharding.to_host(params[e]) for e in config.experts}
         kept = config.experts if experts_only else params
         return {name: params[name] for name in kept}, config
     checkpoint = disk.read(path)
@@ -67,7 +70,9 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None):
     kept = [c for c in checkpoint.tensors if c in _KEYS or not experts_only]
     plans = {c: disk.plan(checkpoint, c) for c in kept}  # every check comes first
     params = {
-        _KEYS.get(c, c): place(checkpoint.tensors[c], shapes, c, mesh=mesh, dtype=dtype)
+        _KEYS.get(c, c): place(
+            checkpoint.tensors[c], shapes, c, mesh=mesh, dtype=dtype, offload=offload and c in _KEYS
+        )
         for c, shapes in plans.items()
     }
     return params, config
@@ -125,8 +130,11 @@ def _restore(path: pathlib.Path, mesh, dtype):
 # ---- onto devices ----
 
 
-def place(tensors: files.Tensors, shapes: dict, component: str, *, mesh=None, dtype=None):
-    """Read a component into its parameter tree, each process its own shards only."""
+def place(
+    tensors: files.Tensors, shapes: dict, component: str, *, mesh=None, dtype=None, offload=False
+):
+    """Read a component into its parameter tree, each process its own shards only; with offload
+    every leaf goes on to host memory."""
     where = trees.flatten(_shardings(shapes, component, mesh)) if mesh is not None else {}
     flat = {}
     for path, leaf in shapes.items():
@@ -136,7 +144,8 @@ def place(tensors: files.Tensors, shapes: dict, component: str, *, mesh=None, dt
         target = _target(component, path, parts, _plain(dtype))
         placed = _place(path, leaf.shape, parts, target, where)
         small = component.startswith("transformer") and dtype in quant.DTYPES
-        flat |= wan.store_leaf(path, placed, dtype) if small else {path: placed}
+        leaves = dict(wan.store_leaf(path, placed, dtype) if small else {path: placed})
+        flat |= sharding.to_host(leaves) if offload else leaves
     return trees.unflatten(flat)
 
 

@@ -71,7 +71,10 @@ def model(tmp_path_factory):
 
 CASES = {
     "grpo": {"mesh__data": 1, "mesh__fsdp": 4, "micro_samples": 4},
-    "nft": {"algorithm": "nft", "guidance__high": 1.0, "guidance__low": 1.0, "micro_samples": 4},
+    "nft": {
+        "algorithm": "nft", "guidance__high": 1.0, "guidance__low": 1.0, "micro_samples": 4,
+        "model__offload": True,
+    },
     "sft": {"algorithm": "sft", "data__batch": 8, "lora__rank": 0, "mesh__data": 4},
     "dmd2": {
         "algorithm": "dmd2", "guidance__high": 1.0, "guidance__low": 1.0, "micro_samples": 4,
@@ -97,6 +100,7 @@ def test_every_algorithms_steps_compile_from_shapes(model, tmp_path, name):
         assert facts["flops"] > 0 or phase == "decode"
         assert math.isfinite(facts["peak"])
     assert set(result["trees"]) == {"parameters", "adapters", "optimizer"}
+    assert (result["trees"]["parameters"] > 0) != config.model.offload
     moved = [facts["collectives"] for facts in result["phases"].values()]
     assert any("all-reduce" in kinds for kinds in moved)  # gradients over the batch's shards
     text = plan.describe(result)

@@ -87,6 +87,18 @@ def test_a_run_interrupted_in_any_phase_ends_with_the_same_bits(
     _same_run(train.main(config), whole)
 
 
+def test_experts_in_host_memory_train_to_the_same_bits(whole, model, tmp_path, monkeypatch):
+    kinds, collect = set(), grpo.collect
+
+    def spy(state, *args):
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.params["student"]))
+        return collect(state, *args)
+
+    monkeypatch.setattr(grpo, "collect", spy)
+    _same_run(train.main(tiny.make_config(model, tmp_path, model__offload=True)), whole)
+    assert kinds == {"pinned_host"}
+
+
 @pytest.mark.slow
 def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_path):
     """Kill -9 a real process three times, then let it finish."""
@@ -153,6 +165,8 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(micro_samples=4), "a batch of 4 samples does not divide over mesh.data"),
     (dict(lora__rank=0, model__param_dtype="int8"), "param_dtype 'int8' is for frozen weights"),
     (dict(lora__rank=0, lora__start=("a.safetensors",)), "config.lora.rank is 0"),
+    (dict(lora__rank=0, model__offload=True), "model.offload .* found lora.rank 0"),
+    (dict(algorithm="dmd2", model__offload=True), "model.offload .* found algorithm 'dmd2'"),
     (dict(reward_failure="wait"), "config.reward_failure is 'wait'"),
     (dict(best_of=3), "config.best_of is 3"),
     (dict(updates=5), "config.updates"),

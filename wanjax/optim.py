@@ -56,12 +56,17 @@ def learning_rate(config: OptimConfig) -> optax.Schedule:
 def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
     """One optimizer step for each expert of `index`; returns (trained, opt, metrics).
 
-    loss(trained, micro-batch) -> (scalar, {expert: scalars}) for one entry of the leading axis of
-    index {expert: arrays [n, ...]}; its gradient is averaged over the n micro-batches.
+    loss(expert, its trained tree, its rows of the micro-batch) -> (scalar, {name: scalar}), for
+    one entry of the leading axis of index {expert: arrays [n, ...]}; gradients are averaged over
+    the n micro-batches.
     """
 
+    def together(trained, micro):
+        parts = {expert: loss(expert, trained[expert], micro[expert]) for expert in micro}
+        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+
     def accumulate(total, micro):
-        gradient, aux = jax.grad(loss, has_aux=True)(trained, micro)
+        gradient, aux = jax.grad(together, has_aux=True)(trained, micro)
         return jax.tree.map(jnp.add, total, gradient), aux
 
     total, aux = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, trained), index)

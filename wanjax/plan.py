@@ -208,7 +208,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         "devices": len(devices), "mesh": dict(mesh.shape), "note": note,
         "proposed_mesh": proposed, "hbm": chip.hbm, "estimate": chip.kernel == "cudnn",
         "trees": {
-            "parameters": _per_device(state.params), "adapters": _per_device(state.adapters),
+            "parameters": 0 if config.model.offload else _per_device(state.params), "adapters": _per_device(state.adapters),
             "optimizer": _per_device((state.opt, state.role_opt)),
         },
         "phases": phases,
@@ -255,6 +255,8 @@ def _candidates(config) -> list[dict]:
         found.append({"guidance.mode": "sequential"})
     halves = [k for k in ("micro_samples", "sampling.batch") if _read(config, k) % 2 == 0]
     found += [{key: _read(config, key) // 2 for key in halves}] if halves else []
+    if config.lora.rank and config.algorithm != "dmd2" and not config.model.offload:
+        found.append({"model.offload": True})
     if config.lora.rank and config.model.param_dtype not in quant.DTYPES:
         found.append({"model.param_dtype": "float8"})
     if config.mesh.context == 1:
@@ -351,9 +353,11 @@ def _compile(config, setup, mesh, weights):
     algorithm = train.ALGORITHMS[config.algorithm]
     whole = lambda tree: jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), tree)
     state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), weights)
+    kind = "pinned_host" if config.model.offload else "device"
     split = lambda tree: jax.tree.map(
-        _abstract, tree, sharding.tree_shardings(mesh, tree, wan.logical_axes)
-    )
+        lambda x, where: _abstract(x, where.with_memory_kind(kind)),
+        tree, sharding.tree_shardings(mesh, tree, wan.logical_axes),
+    )  # fmt: skip
     roles = {r: {e: split(t) for e, t in experts.items()} for r, experts in state.params.items()}
     # optimizer states follow what they optimise: replicated adapters, split weights
     follow = lambda opts: {e: whole(x) if lora else _like(x, mesh) for e, x in opts.items()}

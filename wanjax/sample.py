@@ -81,7 +81,8 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
 
 
 def load_model(
-    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), **run
+    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), offload=False,
+    **run,
 ):  # fmt: skip
     """(params, ModelConfig) with the run-time fields of the transformer set.
 
@@ -91,7 +92,7 @@ def load_model(
     stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
     dense = convert_lora.dense_changes(path, adapters)
     params, model = weights.load(
-        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense
+        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense, offload=offload
     )
     run = dataclasses.replace(model.wan, **run)
     return params, dataclasses.replace(model, wan=run)

@@ -107,9 +107,11 @@ def to_host(tree):
 
 
 def to_device(tree):
-    """Bring arrays of `to_host` back to device memory; works inside jit as well, where XLA may
+    """Bring what `to_host` moved back to device memory; works inside jit as well, where XLA may
     start the copy ahead of the first use."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+    spaces = jax.memory.Space
+    away = lambda x: jax.typeof(x).memory_space == spaces.Host
+    return jax.tree.map(lambda x: jax.device_put(x, spaces.Device) if away(x) else x, tree)
 
 
 def tree_shardings(mesh: Mesh, tree, axes_of):

@@ -339,6 +339,7 @@ def sample_latents(
 def policy_velocities(policy, ctx_BSE, uncond_1SE, cond=None, *, setup: Setup) -> dict:
     """{expert: guided velocity (x, t_B) -> v} of a policy, for the two-phase sampler."""
     uncond_BSE = jnp.broadcast_to(uncond_1SE, (len(ctx_BSE), *uncond_1SE.shape[1:]))
+    policy = sharding.to_device(policy)
     return {
         expert: velocity(setup, expert, params, adapter, ctx_BSE, uncond_BSE, cond)
         for expert, (params, adapter) in policy.items()

@@ -368,7 +368,7 @@ def _mesh(config, abstract: bool):
     return sharding.make_mesh(sizes, jax.devices()[:named] if abstract else None)
 
 
-def _shapes(path, *, param_dtype, mesh, experts_only=False, adapters=(), **run):
+def _shapes(path, *, param_dtype, mesh, experts_only=False, adapters=(), offload=False, **run):
     """What sample.load_model gives, with shapes for weights, of a model by its preset's name."""
     if path not in presets.MODELS:
         raise ValueError(f"model {path!r} has no shapes here; expected one of {[*presets.MODELS]}")
@@ -445,6 +445,12 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         raise ValueError(
             f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
             "config.lora.rank above 0, or param_dtype to float32"
+        )
+    if config.model.offload and (not config.lora.rank or config.algorithm == "dmd2"):
+        raise ValueError(
+            "config.model.offload keeps frozen experts in host memory, but found "
+            + ("algorithm 'dmd2', whose roles share them" if config.lora.rank else "lora.rank 0")
+            + "; set it to False, or model.param_dtype to 'float8'"
         )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)

@@ -41,6 +41,7 @@ def main():
     parser.add_argument(
         "--weights", default="bfloat16", choices=["bfloat16", *quant.DTYPES], help="of the base"
     )
+    parser.add_argument("--offload", action="store_true", help="experts in host memory (grpo, nft)")
     args = parser.parse_args()
     blocks.set_xla_flags(args.remat)
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
@@ -83,13 +84,12 @@ def lora_step(args) -> dict:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(adapter, opt, params, x0, ctx, t):
-        def loss(adapter, micro):
-            t = micro["high"]
+        def loss(_, adapter, t):
             noise = sampler.initial_noise(jax.random.key(2), t.astype(jnp.int32), x0.shape[1:])
             x_t = flow.add_noise(x0, noise, t / 1000)
-            v = wan.denoise(params, adapter["high"], x_t, t, ctx, config=config)
+            v = wan.denoise(params, adapter, x_t, t, ctx, config=config)
             value, _ = flow.flow_loss(v, x0, noise)
-            return value, {"high": {"loss": value}}
+            return value, {"loss": value}
 
         return optim.step(loss, adapter, opt, {"high": t}, settings)
 
@@ -133,7 +133,9 @@ def _iteration(algorithm, config, args) -> dict:
     setup = train.make_setup(config, model, roles)
     setup = dataclasses.replace(setup, rewards={"mean": 1.0})
     algorithm.check(setup)
-    params = {e: random_params(model.wan, i, args.weights) for i, e in enumerate(model.experts)}
+    keep = sharding.to_host if args.offload else lambda tree: tree
+    draw = lambda seed: keep(random_params(model.wan, seed, args.weights))
+    params = {e: draw(i) for i, e in enumerate(model.experts)}
     state = algorithm.init(jax.random.key(2), setup, {"student": params})
     prompts = config.prompts_per_step
     ctx = jax.random.normal(jax.random.key(3), (prompts, 512, 4096))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import sampler, schedule, trees
+from wanjax import sampler, schedule, sharding, trees
 from wanjax import state as states
 from wanjax.algorithms import nft
 from wanjax.losses import flow
@@ -55,6 +55,15 @@ def test_old_and_ema_start_as_exact_copies(rank):
     state = _start(setup)
     for name in ("old", "ema"):
         assert _equal(states.averaged(state, name), states.trainable(state, setup))
+
+
+def test_experts_in_host_memory_take_the_same_steps():
+    setup = _setup(nft__kl_beta={"high": 0.1, "low": 0.1})
+    start, found = _start(setup), []
+    for params in (start.params, sharding.to_host(start.params)):
+        state = start.replace(params=params, opt=jax.tree.map(jnp.copy, start.opt))
+        found.append(nft.update(state, setup, _collect(setup, state)))
+    assert _equal(found[0], found[1])
 
 
 def test_rollouts_follow_old_and_not_the_trained_policy():

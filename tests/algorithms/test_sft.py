@@ -65,6 +65,16 @@ def test_training_lowers_the_validation_loss_of_each_expert(item, setup):
     assert int(state.step) == 6 and ("reference" not in state.params)
 
 
+def test_experts_in_host_memory_take_the_same_step(item):
+    start, found = _start(BOTH), []
+    for params in (start.params, sharding.to_host(start.params)):
+        state = start.replace(params=params, opt=jax.tree.map(jnp.copy, start.opt))
+        errors = sft.validate(state, BOTH, item, TOOLS)
+        found.append((sft.update(state, BOTH, sft.collect(state, BOTH, item, TOOLS)), errors))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_only_the_trained_expert_moves_and_is_measured(item):
     state = _start(LOW)
     assert set(state.opt) == {"low"}

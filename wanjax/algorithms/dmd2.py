@@ -365,9 +365,8 @@ def _teacher_pair(teacher, rows, uncond_1SE, key, ids, exit_step, *, setup, expe
 def _optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
     """One optimizer step of one expert of a role; experts alike in shape share the program."""
 
-    def loss(trained, micro):
-        ids = micro[task]
-        own = (frozen, trained[task]) if setup.lora.rank else (trained[task], {})
+    def loss(_, tree, ids):
+        own = (frozen, tree) if setup.lora.rank else (tree, {})
         part = {name: jax.tree.map(lambda a: a[ids], data[name]) for name in ("x", "ctx", "cond")}
         part["x"] = {k: _constrain(x) for k, x in part["x"].items()}
         micro = _Micro(
@@ -380,13 +379,10 @@ def _optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, c
             first=1 if part["cond"] and "first" in part["cond"] else 0,
         )
         if task == "critic":
-            value, aux = _critic_loss(own, micro, setup.algorithm)
-        elif task == "warm":
-            value, aux = _warm_loss(own, micro)
-        else:
-            mean_N = data["ratio_mean_N"]
-            value, aux = _student_loss(own, judges, micro, scale, mean_N, setup.algorithm)
-        return value, {task: aux}
+            return _critic_loss(own, micro, setup.algorithm)
+        if task == "warm":
+            return _warm_loss(own, micro)
+        return _student_loss(own, judges, micro, scale, data["ratio_mean_N"], setup.algorithm)
 
     moved, opts, metrics = optim.step(
         loss, {task: trained}, {task: opt}, {task: rows}, {task: config}

@@ -210,16 +210,12 @@ def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
 @functools.partial(jax.jit, static_argnames=("setup", "on_policy"), donate_argnames=("opt",))
 def _minibatch(trained, opt, frozen, data, index, *, setup, on_policy):
     """One optimizer step for each expert in `index`."""
+    frozen = sharding.to_device(frozen)
 
-    def loss(trained, pairs):
-        parts = {
-            expert: _pair_loss(
-                trained[expert], frozen[expert], data, *pairs[expert],
-                setup=setup, expert=expert, on_policy=on_policy,
-            )
-            for expert in pairs
-        }  # fmt: skip
-        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+    def loss(expert, tree, pairs):
+        return _pair_loss(
+            tree, frozen[expert], data, *pairs, setup=setup, expert=expert, on_policy=on_policy
+        )
 
     return optim.step(loss, trained, opt, index, setup.optim)
 
@@ -294,6 +290,8 @@ def _rescore(state, setup, batch, data, groups):
 
 @functools.partial(jax.jit, static_argnames=("setup", "expert"))
 def _score_pairs(trained, frozen, data, pairs, *, setup, expert):
+    frozen = sharding.to_device(frozen)
+
     def one(pair):
         slot_M, sample_M = pair
         params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, metrics, optim, rewards, sampler, schedule, trees
+from wanjax import advantages, metrics, optim, rewards, sampler, schedule, sharding, trees
 from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
 
@@ -220,16 +220,12 @@ def _follow(state, setup, name: str, decay: float):
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
 def _minibatch(trained, opt, frozen, averages, data, index, *, setup):
     """One optimizer step for each expert in `index`."""
+    frozen = sharding.to_device(frozen)
 
-    def loss(trained, pairs):
-        parts = {
-            expert: _pair_loss(
-                trained[expert], frozen[expert], averages[expert], data, *pairs[expert],
-                setup=setup, expert=expert,
-            )
-            for expert in pairs
-        }  # fmt: skip
-        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+    def loss(expert, tree, couples):
+        return _pair_loss(
+            tree, frozen[expert], averages[expert], data, *couples, setup=setup, expert=expert
+        )
 
     return optim.step(loss, trained, opt, index, setup.optim)
 

@@ -173,15 +173,10 @@ def validate(state, setup, item: states.Item, tools: states.Tools) -> dict[str, 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
 def _minibatch(trained, opt, frozen, data, index, *, setup):
     """One optimizer step for each expert in `index`."""
+    frozen = sharding.to_device(frozen)
 
-    def loss(trained, couples):
-        parts = {
-            expert: _couple_loss(
-                trained[expert], frozen[expert], data, *couples[expert], setup=setup, expert=expert
-            )
-            for expert in couples
-        }
-        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+    def loss(expert, tree, couples):
+        return _couple_loss(tree, frozen[expert], data, *couples, setup=setup, expert=expert)
 
     return optim.step(loss, trained, opt, index, setup.optim)
 
@@ -206,7 +201,7 @@ def _validation_error(policy, x0, ctx_BSE, cond, rows, key, t, *, setup):
     pick = lambda a: a[rows]
     noise = sampler.initial_noise(key, rows, x0.shape[1:])
     t_B = jnp.full(rows.shape, t)
-    params, adapter = policy
+    params, adapter = sharding.to_device(policy)
     cond = jax.tree.map(pick, cond)
     return flow.flow_error(
         *_predict(params, adapter, pick(x0), noise, t_B, pick(ctx_BSE), cond, setup)
