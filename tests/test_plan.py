@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 
 from tests import tiny
@@ -105,6 +106,23 @@ def test_every_algorithms_steps_compile_from_shapes(model, tmp_path, name):
     assert any("all-reduce" in kinds for kinds in moved)  # gradients over the batch's shards
     text = plan.describe(result)
     assert all(phase in text for phase in PHASES[name])
+
+
+def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit():
+    """XLA:TPU refuses; the memory that it names is the phase's."""
+
+    class Refused:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+                "temporaries (16.63G) exceeds available HBM (15.75G)."
+            )
+
+    facts, compiled = plan._measure(Refused(), 7, 2)
+    assert compiled is None and facts["temporaries"] == int(16.63 * 2**30)
+    assert (facts["flops"], facts["calls"], facts["collectives"]) == (7, 2, {})
+    with pytest.raises(RuntimeError, match="INTERNAL: broken"):
+        plan._needed("INTERNAL: broken")
 
 
 def test_a_plan_that_does_not_fit_names_changes_that_do(model, tmp_path, monkeypatch):

@@ -208,7 +208,8 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         "devices": len(devices), "mesh": dict(mesh.shape), "note": note,
         "proposed_mesh": proposed, "hbm": chip.hbm, "estimate": chip.kernel == "cudnn",
         "trees": {
-            "parameters": 0 if config.model.offload else _per_device(state.params), "adapters": _per_device(state.adapters),
+            "parameters": 0 if config.model.offload else _per_device(state.params),
+            "adapters": _per_device(state.adapters),
             "optimizer": _per_device((state.opt, state.role_opt)),
         },
         "phases": phases,
@@ -395,8 +396,9 @@ def _compile(config, setup, mesh, weights):
         steps_W = np.arange(0)
         call = states.sample_latents.lower(policy, context(size), context(1), key, ids, setup=setup)
     phases["rollout"], compiled = _measure(call, forward * size * passes, samples // size)
-    shapes = call.out_info
-    out = jax.tree.map(lambda x, s: _abstract(x, s), shapes, compiled.output_shardings)
+    out = whole(call.out_info)
+    if compiled is not None:
+        out = jax.tree.map(_abstract, out, compiled.output_shardings)
     x0, trajectory = out if config.algorithm == "grpo" else (out, None)
     decoder = whole(jax.eval_shape(lambda: vae.init(jax.random.key(0), model.vae)))
     decoder = trees.map_paths(
@@ -558,13 +560,23 @@ def _like(tree, mesh):
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled]:
-    """Compile, and read memory, collectives and the compiler's own FLOPs per device and call."""
+def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled | None]:
+    """Compile, and read memory, collectives and the compiler's own FLOPs per device and call.
+
+    Of a program that XLA:TPU refuses for its memory, the memory it asks for and no executable.
+    """
     started = time.time()
     with _Stderr() as printed:
-        compiled = lowered.compile()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            compiled, needed = None, _needed(str(error))
     seconds = time.time() - started
     print(f"compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+    if compiled is None:
+        keys = ("arguments", "output", "alias", "flops_compiler_loops_once", "rematerializations")
+        facts = dict.fromkeys(keys, 0) | {"temporaries": needed, "flops": flops, "calls": calls}
+        return facts | {"collectives": {}, "compile_seconds": round(seconds, 1)}, None
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text() or ""
@@ -581,6 +593,16 @@ def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled
         "rematerializations": printed.text.count("Involuntary full rematerialization"),
     }
     return facts, compiled
+
+
+def _needed(error: str) -> int:
+    """Bytes of device memory that a refused program asks for; raises RuntimeError for other
+    errors."""
+    if "RESOURCE_EXHAUSTED" not in error:
+        raise RuntimeError(error)
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    sizes = re.findall(r"([\d.]+)([KMGT])i?B?\b", error.splitlines()[0])
+    return max((int(float(number) * units[unit]) for number, unit in sizes), default=0)
 
 
 class _Stderr:

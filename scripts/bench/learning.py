@@ -68,6 +68,9 @@ ROWS: dict[str, dict] = {
         "optim.high.lr": 3e-4, "optim.low.lr": 3e-4,
     },
     "GRPO flow, both": GPU,
+    "GRPO flow, both, four times the videos": GPU | {
+        "steps": 240, "save_every": 240, "optim.high.decay": 240, "optim.low.decay": 240,
+    },
     "GRPO dance, both": GPU | {"sde.kind": "dance", "sde.eta": 0.3},
     "GRPO cps, both": GPU | {"sde.kind": "cps", "sde.eta": 0.7},
     "GRPO flow, high": GPU | HIGH | {"sde.strategy": "high_window"},
@@ -79,9 +82,7 @@ ROWS: dict[str, dict] = {
     },
     "NFT, constant reward": GPU | NFT | CONSTANT,
     "AWM": GPU | NFT | {"nft.loss": "awm", "nft.old_decay": 0, "nft.ema_decay": 0.3},
-    "Flow-DPO": GPU | NFT | {
-        "nft.loss": "dpo", "micro_samples": 8, "optim.high.lr": 1e-3, "optim.low.lr": 1e-3,
-    },
+    "Flow-DPO": GPU | NFT | {"nft.loss": "dpo", "micro_samples": 8},
     "DMD2 4 steps, LoRA, joint": GPU | DMD2,
     "DMD2 2 steps, LoRA, joint": GPU | DMD2 | TWO_STEPS,
     "DMD2 4 steps, full, joint": GPU | DMD2 | {
@@ -156,6 +157,8 @@ def config_of(args, name: str, seed: int):
     if (first := changes.pop("start", None)) is not None:
         export = _folder(args, first, seed) / "export"
         changes["lora.start"] = tuple(str(p) for p in sorted(export.glob("*high_noise*")))
+        if not changes["lora.start"]:
+            raise ValueError(f"no adapter in {export}; make the row {first!r} of this seed first")
     if "data.path" in changes:
         changes["data.path"] = str(_clips(args))
     if args.short:

@@ -28,7 +28,10 @@ def timed(call, repeats: int, warm_up: int = 1) -> dict:
         start = time.perf_counter()
         call(i)
         seconds.append(time.perf_counter() - start)
-    return {"seconds": round(statistics.median(seconds[warm_up:]), 4), "first_s": round(seconds[0], 1)}
+    return {
+        "seconds": round(statistics.median(seconds[warm_up:]), 4),
+        "first_s": round(seconds[0], 1),
+    }
 
 
 def side(script: str, *arguments: str, **environment: str) -> dict | None:
