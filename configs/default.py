@@ -47,7 +47,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.model.dtype = "bfloat16"  # matmuls; norms, rotary, softmax and losses stay float32
     c.model.param_dtype = "bfloat16"  # of frozen weights, also float8 or int8 for the blocks'
     # matrices; full fine-tuning wants float32
-    c.model.offload = False  # frozen experts wait in host memory; a phase fetches its own
+    c.model.offload = False  # frozen experts wait in host memory; a phase fetches its own. Saves
+    # the memory of one expert, and is slow on GPUs so far: scripts/bench/RESULTS.md
     c.model.attention = "auto"  # xla, cudnn, fa3, splash
     c.model.context = "auto"  # over mesh.context: ulysses, ring, or their product
     c.model.remat = "full"  # none, full, save_attention, offload

@@ -119,7 +119,7 @@ def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit():
             )
 
     facts, compiled = plan._measure(Refused(), 7, 2)
-    assert compiled is None and facts["temporaries"] == int(16.63 * 2**30)
+    assert compiled is None and facts["temporaries"] == int(16.63 * 2**30) and facts["refused"]
     assert (facts["flops"], facts["calls"], facts["collectives"]) == (7, 2, {})
     with pytest.raises(RuntimeError, match="INTERNAL: broken"):
         plan._needed("INTERNAL: broken")

@@ -222,7 +222,8 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         phase["peak"] = phase["arguments"] + phase["temporaries"] + phase["output"] - phase["alias"]
         phase["resident"] = others
         phase["ideal_seconds"] = phase["flops"] / chip.peak / len(devices)
-        phase["fits"] = phase["peak"] + others < chip.hbm * 0.97
+        room = phase["peak"] + others < chip.hbm * 0.97
+        phase["fits"] = room and not phase["refused"]
     result["fits"] = all(phase["fits"] for phase in phases.values())
     return result
 
@@ -576,7 +577,8 @@ def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled
     if compiled is None:
         keys = ("arguments", "output", "alias", "flops_compiler_loops_once", "rematerializations")
         facts = dict.fromkeys(keys, 0) | {"temporaries": needed, "flops": flops, "calls": calls}
-        return facts | {"collectives": {}, "compile_seconds": round(seconds, 1)}, None
+        facts |= {"collectives": {}, "compile_seconds": round(seconds, 1), "refused": True}
+        return facts, None
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text() or ""
@@ -591,6 +593,7 @@ def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled
         "collectives": collectives(text),
         "compile_seconds": round(seconds, 1),
         "rematerializations": printed.text.count("Involuntary full rematerialization"),
+        "refused": False,
     }
     return facts, compiled
 
@@ -601,7 +604,7 @@ def _needed(error: str) -> int:
     if "RESOURCE_EXHAUSTED" not in error:
         raise RuntimeError(error)
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    sizes = re.findall(r"([\d.]+)([KMGT])i?B?\b", error.splitlines()[0])
+    sizes = re.findall(r"([\d.]+)([KMGT])i?B?\b", error)
     return max((int(float(number) * units[unit]) for number, unit in sizes), default=0)
 
 
