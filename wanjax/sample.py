@@ -87,7 +87,8 @@ def load_model(
     """(params, ModelConfig) with the run-time fields of the transformer set.
 
     run: dtype, attention, context, remat and interleave of WanConfig. adapters: [(path, expert or
-    None, strength)], whose changes that are not low-rank are added to the weights.
+    None, strength)], whose changes that are not low-rank are added to the weights. offload: keep
+    the experts in host memory.
     """
     stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
     dense = convert_lora.dense_changes(path, adapters)

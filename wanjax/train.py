@@ -450,7 +450,7 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         raise ValueError(
             "config.model.offload keeps frozen experts in host memory, but found "
             + ("algorithm 'dmd2', whose roles share them" if config.lora.rank else "lora.rank 0")
-            + "; set it to False, or model.param_dtype to 'float8'"
+            + "; set it to False"
         )
     defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
     scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)
