@@ -51,7 +51,7 @@ def get_config(preset: str = "") -> ConfigDict:
     # the memory of one expert, and is slow on GPUs so far: scripts/bench/RESULTS.md
     c.model.attention = "auto"  # xla, cudnn, fa3, splash
     c.model.context = "auto"  # over mesh.context: ulysses, ring, or their product
-    c.model.remat = "full"  # none, full, save_attention, offload
+    c.model.remat = "full"  # none, full, save_attention, save_matmuls, offload
     c.model.interleave = 1  # chunks of blocks per stage of the pipeline
     c.mesh = ConfigDict(dict(data=-1, fsdp=1, context=1, tensor=1, stage=1))  # -1 takes the rest
     c.experts = ("high", "low")  # experts that are trained

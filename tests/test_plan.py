@@ -48,10 +48,13 @@ def test_a_loops_collectives_count_as_often_as_it_runs(hlo):
 
 
 def test_update_flops_by_hand():
-    config = wan.WanConfig(1, 2, 1, 3, text_len=5)
+    config = lambda remat: wan.WanConfig(1, 2, 1, 3, text_len=5, remat=remat)
     # D 2, F 3, L 4, S 5: dense 12·4·4 + 4·2·3·4 + 4·4·5 = 368, attention 4·2·4·9 = 288
-    assert plan.update_flops(config, (1, 2, 2), lora=True, remat=True) == 2 * 656 + 368 + 720
-    assert plan.update_flops(config, (1, 2, 2), lora=False, remat=False) == 656 + 2 * 368 + 720
+    flops = lambda remat, lora: plan.update_flops(config(remat), (1, 2, 2), lora=lora)
+    assert flops("full", True) == 2 * 656 + 368 + 720
+    assert flops("none", False) == 656 + 2 * 368 + 720
+    assert flops("save_attention", True) == flops("offload", True) == 656 + 2 * 368 + 720
+    assert flops("save_matmuls", True) == 656 + 368 + 720
 
 
 def test_proposed_mesh_divides_batch_and_heads():

@@ -174,14 +174,16 @@ def _bytes(dtype: str, dims: str) -> int:
     return _SIZES.get(dtype, 0) * math.prod(int(d) for d in dims.split(",") if d)
 
 
-def update_flops(config: wan.WanConfig, grid, *, lora: bool, remat: bool) -> int:
+def update_flops(config: wan.WanConfig, grid, *, lora: bool) -> int:
     """FLOPs of forward and backward of one sample: backward costs 2.5x of attention (its kernel
-    computes the logits again) and 2x of the matmuls, 1x where weights get no gradient."""
+    computes the logits again) and 2x of the matmuls, 1x where weights get no gradient; what the
+    policy config.remat repeats is counted, but for the little of attention to text."""
     forward = wan.forward_flops(config, grid)
     L, D = math.prod(grid), config.dim
     attention = config.num_layers * 4 * D * L * (L + config.text_len)
     dense = forward - attention
-    return int((1 + remat) * forward + (1 if lora else 2) * dense + 2.5 * attention)
+    again = {"none": 0, "save_matmuls": 0, "full": forward}.get(config.remat, dense)
+    return int(forward + again + (1 if lora else 2) * dense + 2.5 * attention)
 
 
 def make_plan(config, topology: str, model: str = "") -> dict:
@@ -251,7 +253,7 @@ def advise(config, topology: str, model: str = "", most: int = 3) -> list[dict]:
 def _candidates(config) -> list[dict]:
     """Changes that save memory, cheapest in time first."""
     found = []
-    if config.model.remat == "none":
+    if config.model.remat in ("none", "save_matmuls"):
         found.append({"model.remat": "full"})
     if config.algorithm != "sft" and config.guidance.mode == "batch":
         found.append({"guidance.mode": "sequential"})
@@ -438,9 +440,9 @@ def _distillation(setup, state, vector, whole, key) -> dict:
     size, micro = setup.sampling.batch, settings.micro_samples
     samples = settings.prompts_per_step * settings.group_size
     row = (model.wan.text_len, model.wan.text_dim)
-    grid, remat = states.token_grid(setup), model.wan.remat != "none"
+    grid = states.token_grid(setup)
     wide = lambda role: setup.roles[role].wan
-    trains = functools.partial(update_flops, grid=grid, lora=bool(setup.lora.rank), remat=remat)
+    trains = functools.partial(update_flops, grid=grid, lora=bool(setup.lora.rank))
     policy = states.rollout_params(state, dmd2.SAMPLED)
     rows = {"ctx": vector((size, *row)), "cond": None, "x0": None}
     latents = lambda n: vector((n, *states.latent_shape(setup)))
@@ -517,9 +519,7 @@ def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
         call = algorithm._minibatch.lower(*args, data, indices, setup=setup, **static)
         flops = 0
         for expert, (slot, _) in index.items():
-            one = update_flops(
-                setup.model.wan, grid, lora=lora, remat=setup.model.wan.remat != "none"
-            )
+            one = update_flops(setup.model.wan, grid, lora=lora)
             extra = _extra_forwards(setup, algorithm, expert)
             guided = 2 if _guided(setup, expert) and algorithm is not sft else 1
             each = one + extra * wan.forward_flops(setup.model.wan, grid)

@@ -49,10 +49,13 @@ def test_every_policy_gives_equal_values_and_gradients(operands, mesh):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=remat)
 
 
-@pytest.mark.parametrize("remat, forwards", [("full", 4), ("save_attention", 3), ("offload", 3)])
-def test_a_kept_self_attention_is_not_run_again(monkeypatch, remat, forwards):
-    """Attention calls of the LoRA gradient as lowered for a GPU; attention to text does run again,
-    and every scan body is counted once."""
+@pytest.mark.parametrize("remat, forwards, again", [
+    ("none", 2, False), ("full", 4, True), ("save_attention", 3, True), ("offload", 3, True),
+    ("save_matmuls", 3, False),
+])  # fmt: skip
+def test_what_is_kept_is_not_run_again(monkeypatch, remat, forwards, again):
+    """Attention calls and dense products of the LoRA gradient as lowered for a GPU; attention to
+    text does run again, and every scan body is counted once."""
     for name, answer in (("check_cudnn_version", 91000), ("check_is_flash_attention", None)):
         monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, answer=answer, **__: answer)
     config = dataclasses.replace(CONFIG, dtype="bfloat16", attention="cudnn", remat=remat)
@@ -65,6 +68,9 @@ def test_a_kept_self_attention_is_not_run_again(monkeypatch, remat, forwards):
     lowered = grad.trace(adapter, params, *inputs).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"custom_call @__cudnn\S+?(Backward)?\(", lowered)
     assert calls.count("Backward") == 2 and calls.count("") == forwards
+    # 10 dense layers of 3 products; 5 more for their gradients, 3 where x is text; 8 outside
+    needed = 10 * 3 + (8 * 5 + 2 * 3) + 8
+    assert (lowered.count("stablehlo.dot_general") > needed) == again
     assert ("pinned_host" in lowered) == (remat == "offload")
 
 

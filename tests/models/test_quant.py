@@ -29,15 +29,15 @@ def test_every_column_uses_the_whole_range(rng, name, largest, error):
     np.testing.assert_array_equal(back[..., 5], 0)
 
 
-@pytest.mark.parametrize(
-    "matmul, error",
-    [
-        (quant.matmul, 3e-3),
-        (quant.float8_matmul, 0.028),  # rounding to three mantissa bits alone is 0.0265
-    ],
-)
-def test_products_and_their_gradients_are_those_of_the_written_out_weights(rng, matmul, error):
-    q, scale = quant.quantise(jnp.asarray(rng.normal(size=(256, 64)), jnp.float32), "float8")
+@pytest.mark.parametrize("matmul, name, error", [
+    (quant.matmul, "float8", 3e-3),
+    (quant.byte_matmul, "float8", 0.028),  # rounding to three mantissa bits alone is 0.0265
+    (quant.byte_matmul, "int8", 0.009),  # a step of 3 sigma / 127, uniform: 0.0070
+])  # fmt: skip
+def test_products_and_their_gradients_are_those_of_the_written_out_weights(
+    rng, matmul, name, error
+):
+    q, scale = quant.quantise(jnp.asarray(rng.normal(size=(256, 64)), jnp.float32), name)
     kernel = quant.dequantise({"m": {"kernel": q, "scale": scale}}, jnp.float32)["m"]["kernel"]
     x = jnp.asarray(rng.normal(size=(4, 5, 256)) * [[[1e-3], [1], [1], [0], [100]]], jnp.bfloat16)
     y, back = jax.vjp(lambda x: matmul(x, q, scale), x)
@@ -106,20 +106,24 @@ def test_velocity_and_adapter_gradients_on_one_byte_weights():
     assert 1e-3 < _relative(gradient, want_gradient) < 0.06
 
 
-@pytest.mark.parametrize("name, backend, error", [("int8", "cpu", 0.015), ("float8", "gpu", 0.03)])
-def test_the_bfloat16_model_on_one_byte_weights(monkeypatch, name, backend, error):
-    """A GPU also rounds activations, of the feed-forward only."""
-    (params, adapter, inputs), seen, direct = _inputs(), set(), quant.float8_matmul
+FEED_FORWARD = {(128, 384), (384, 128)}
+
+
+@pytest.mark.parametrize("name, backend, error, direct", [
+    ("int8", "cpu", 0.015, set()),
+    ("int8", "gpu", 0.02, FEED_FORWARD | {(128, 128)}),
+    ("float8", "gpu", 0.03, FEED_FORWARD),
+])  # fmt: skip
+def test_the_bfloat16_model_on_one_byte_weights(monkeypatch, name, backend, error, direct):
+    """A GPU also rounds activations; with float8 those of the feed-forward only."""
+    (params, adapter, inputs), seen, matmul = _inputs(), set(), quant.byte_matmul
     monkeypatch.setattr(quant.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(quant, "float8_matmul", lambda *x: seen.add(x[1].shape) or direct(*x))
+    monkeypatch.setattr(quant, "byte_matmul", lambda *x: seen.add(x[1].shape) or matmul(*x))
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     run = jax.jit(functools.partial(wan.denoise, config=config))
-    assert (
-        1e-3
-        < _relative(run(wan.store(params, name), adapter, *inputs), _gradient("float32")[0])
-        < error
-    )
-    assert seen == ({(128, 384), (384, 128)} if backend == "gpu" else set())
+    found = _relative(run(wan.store(params, name), adapter, *inputs), _gradient("float32")[0])
+    assert 1e-3 < found < error
+    assert seen == direct
 
 
 def test_merging_writes_a_quantised_base_out():

@@ -3,8 +3,10 @@ remat by a named policy.
 
 A policy decides what the backward pass finds again instead of computing it: "none" keeps every
 intermediate; "full" only the input of each block; "save_attention" also output and log-sum-exp of
-self-attention, so that its kernel never runs twice; "offload" the same with the block inputs and
-attention outputs in host memory (log-sum-exps, 1/K as large, stay).
+self-attention, so that its kernel never runs twice; "save_matmuls" also the output of every dense
+layer, so that only norms, rotary embedding, gelu and attention to text run twice; "offload" what
+save_attention keeps, with the block inputs and attention outputs in host memory (log-sum-exps, 1/K
+as large, stay).
 """
 
 import functools
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from wanjax.models import attention
+from wanjax.models import attention, layers
 
 _INPUT = "block_input"
 _OUT, _LSE = attention.NAMES
@@ -23,6 +25,7 @@ REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "save_attention": jax.checkpoint_policies.save_only_these_names(_OUT, _LSE),
+    "save_matmuls": jax.checkpoint_policies.save_only_these_names(_OUT, _LSE, layers.MATMUL),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[_LSE], names_which_can_be_offloaded=[_INPUT, _OUT],
         offload_src="device", offload_dst="pinned_host",
@@ -31,11 +34,14 @@ REMAT = {
 
 
 def set_xla_flags(remat: str) -> None:
-    """Set what this policy needs of XLA on GPUs; call before any use of devices. Its fusion would
-    otherwise run the attention kernel once more to write the kept copy."""
-    if remat in ("save_attention", "offload"):
-        flag = "--xla_gpu_enable_dynamic_slice_fusion=false"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    """Set what this policy needs of XLA on GPUs; call before any use of devices."""
+    flags = []
+    if remat not in ("none", "full"):
+        # this fusion would run the attention kernel once more to write the kept copy
+        flags.append("--xla_gpu_enable_dynamic_slice_fusion=false")
+    if remat == "offload":  # fetch what the next block needs while this one is differentiated
+        flags.append("--xla_gpu_enable_pipelined_host_offloading=true")
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 
 def run_blocks(block, params, lora, h, side, *, remat: str = "none", real=None):

@@ -14,8 +14,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from wanjax.models import quant
+
+MATMUL = "matmul"  # name of every dense output for remat policies
 
 
 class Dense(nn.Module):
@@ -47,8 +50,9 @@ class Dense(nn.Module):
             a = self.get_variable("lora", "a").astype(self.dtype)
             b = self.get_variable("lora", "b").astype(self.dtype)
             scale = jax.lax.stop_gradient(self.get_variable("lora", "scale"))
-            y = y + dot(dot(x, a), b) * scale.astype(self.dtype)
-        return y
+            down = checkpoint_name(dot(x, a), MATMUL)
+            y = y + dot(down, b) * scale.astype(self.dtype)
+        return checkpoint_name(y, MATMUL)
 
 
 class LayerNorm(nn.Module):
@@ -71,16 +75,30 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32. Returns float32."""
+    """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32. Returns float32.
+
+    With the tables of `rope_table` the result is also rotated: adjacent channel pairs (2j, 2j+1) of
+    every head, x [B, L, N·K].
+    """
 
     eps: float
 
     @nn.compact
-    def __call__(self, x):
-        x = x.astype(jnp.float32)
+    def __call__(self, x, rope=None):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        return y * _row(scale.astype(jnp.float32), y.ndim)
+        scale = _row(scale.astype(jnp.float32), x.ndim)
+        inverse = jax.lax.rsqrt(
+            jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True) + self.eps
+        )
+        if rope is None:
+            return x.astype(jnp.float32) * inverse * scale
+        cos, sin = (table[None, :, None, :, None] for table in rope)
+        pairs = lambda x: x.reshape(*x.shape[:-1], -1, cos.shape[-2], 2)
+        swap, sign = lambda x: pairs(x)[..., ::-1], _row(np.array([-1, 1], np.float32), 5)
+        # partners are picked from x as it came, so that XLA writes no float32 copy of the norm
+        own = pairs(x).astype(jnp.float32) * pairs(scale)
+        partner = swap(x).astype(jnp.float32) * swap(scale) * sign
+        return (own * cos + partner * sin).reshape(x.shape) * inverse
 
 
 def time_features(t, dim: int):
@@ -109,15 +127,6 @@ def rope_table(grid: tuple[int, int, int], head_dim: int):
     ]
     angle = np.concatenate(angles, axis=1)
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-
-
-def apply_rope(x_BLNK, rope):
-    """Rotate adjacent channel pairs (2j, 2j+1) in float32."""
-    cos, sin = (table[None, :, None, :] for table in rope)
-    pair = x_BLNK.astype(jnp.float32).reshape(*x_BLNK.shape[:-1], -1, 2)
-    real, imag = pair[..., 0], pair[..., 1]
-    out = jnp.stack([real * cos - imag * sin, real * sin + imag * cos], axis=-1)
-    return out.reshape(x_BLNK.shape)
 
 
 def patchify(x_BTHWC, patch: tuple[int, int, int]):

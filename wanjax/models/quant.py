@@ -23,9 +23,7 @@ def quantise(kernel, name: str):
     dtype = jnp.dtype(DTYPES[name])
     scale = jnp.abs(kernel).max(-2, keepdims=True).astype(jnp.float32) / _LARGEST[dtype.name]
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
-    scaled = kernel.astype(jnp.float32) / scale
-    q = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
-    return q, scale.squeeze(-2)
+    return _round(kernel.astype(jnp.float32) / scale, dtype), scale.squeeze(-2)
 
 
 def dequantise(params, dtype=jnp.bfloat16):
@@ -40,33 +38,39 @@ def dequantise(params, dtype=jnp.bfloat16):
 def matmul(x, q, scale, *, direct: bool = False):
     """x @ (q · scale) in the dtype of x.
 
-    direct: on a GPU in bfloat16, let float8 weights meet activations rounded to float8 with one
-    scale per token, which the tensor cores multiply as they are.
+    On a GPU in bfloat16, activations are rounded like the weights, with one scale per token, so
+    that the tensor cores multiply bytes at twice the rate: always for int8, for float8 where
+    `direct` allows its 2.65 % more of error.
     """
-    half = q.dtype == jnp.float8_e4m3fn and x.dtype == jnp.bfloat16
-    if direct and half and jax.default_backend() == "gpu":
-        return float8_matmul(x, q, scale)
+    bytes_do = direct or q.dtype == jnp.int8
+    if bytes_do and x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+        return byte_matmul(x, q, scale)
     return _scaled(x @ q.astype(x.dtype), scale)
 
 
 @jax.custom_vjp
-def float8_matmul(x, q, scale):
-    """Both operands float8; the gradient is that of the unrounded activations."""
-    token = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32) / _LARGEST["float8_e4m3fn"]
+def byte_matmul(x, q, scale):
+    """Both operands in one byte; the gradient is that of the unrounded activations."""
+    token = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32) / _LARGEST[q.dtype.name]
     token = jnp.maximum(token, jnp.finfo(jnp.float32).tiny)
-    rounded = (x.astype(jnp.float32) / token).astype(q.dtype)
-    y = jnp.matmul(rounded, q, preferred_element_type=x.dtype)
-    return _scaled(y, scale, token)
+    rounded = _round(x.astype(jnp.float32) / token, q.dtype)
+    rounded = jax.lax.optimization_barrier(rounded)  # written as bytes by what computed x
+    exact = jnp.int32 if q.dtype == jnp.int8 else x.dtype
+    return _scaled(jnp.matmul(rounded, q, preferred_element_type=exact), scale, token, x.dtype)
 
 
-def _float8_bwd(saved, dy):
+def _byte_bwd(saved, dy):
     q, scale = saved
     return _scaled(dy, scale) @ q.astype(dy.dtype).swapaxes(-1, -2), None, None
 
 
-float8_matmul.defvjp(lambda x, q, scale: (float8_matmul(x, q, scale), (q, scale)), _float8_bwd)
+byte_matmul.defvjp(lambda x, q, scale: (byte_matmul(x, q, scale), (q, scale)), _byte_bwd)
 
 
-def _scaled(y, scale, token: Any = 1.0):
+def _round(x, dtype):
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
+
+
+def _scaled(y, scale, token: Any = 1.0, dtype=None):
     row = scale.reshape((1,) * (y.ndim - 1) + scale.shape)
-    return (y.astype(jnp.float32) * row * token).astype(y.dtype)
+    return (y.astype(jnp.float32) * row * token).astype(dtype or y.dtype)

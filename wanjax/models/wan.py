@@ -330,12 +330,9 @@ class Attention(nn.Module):
         dense = functools.partial(layers.Dense, config.dim, dtype)
         heads = lambda x: x.reshape(*x.shape[:2], -1, config.attention_head_dim)
         source = x_BLD if ctx_BSD is None else ctx_BSD
-        q = heads(layers.RMSNorm(config.eps, name="norm_q")(dense(name="to_q")(x_BLD)))
-        k = heads(layers.RMSNorm(config.eps, name="norm_k")(dense(name="to_k")(source)))
-        v = heads(dense(name="to_v")(source))
-        if rope is not None:
-            q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
-        q, k = q.astype(dtype), k.astype(dtype)
+        q = layers.RMSNorm(config.eps, name="norm_q")(dense(name="to_q")(x_BLD), rope)
+        k = layers.RMSNorm(config.eps, name="norm_k")(dense(name="to_k")(source), rope)
+        q, k, v = heads(q.astype(dtype)), heads(k.astype(dtype)), heads(dense(name="to_v")(source))
         attend = functools.partial(attention.attend, kernel=config.attention, form=config.context)
         if self.is_initializing():  # one token would not divide over a mesh
             attend = lambda q, *_, **__: q
