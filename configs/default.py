@@ -36,6 +36,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.alarms.start["*/kl/*"] = (0.0, 1e-3)
     c.alarms.start["nft/old_deviate/*"] = (0.0, 1e-3)
     c.alarms.start["dpo/loss/*"] = (0.693, 0.694)  # log 2
+    c.alarms.start["dmd2/critic_gap/*"] = (0.0, 0.0)  # the critic is the teacher
     c.compile_cache = "~/.cache/wanjax"  # compiled programs of accelerators, for the next start
     c.resume = True  # continue the run of this name if there is one
     c.wandb = "off"  # off, offline, online

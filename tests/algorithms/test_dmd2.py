@@ -15,6 +15,7 @@ import pytest
 from configs import default, dmd2_wan21, dmd2_wan22
 from tests import tiny
 from wanjax import (
+    alarms,
     checkpoint,
     export,
     metrics,
@@ -139,6 +140,24 @@ def test_a_critic_equal_to_the_teacher_gives_the_student_no_gradient():
         assert metrics[f"grad_norm/{expert}"] == 0 and metrics[f"dmd2/loss/{expert}"] == 0
         assert _updated()[1][f"grad_norm/{expert}"] > 1e-3
     assert _equal(states.trainable(after, JOINT), states.trainable(state, JOINT))
+
+
+def test_the_first_step_alarms_at_a_critic_that_is_not_the_teacher():
+    look = lambda found: alarms.watch(default.get_config().alarms.start, 1)(found)
+    state = _start(JOINT)
+    _, found = _step(JOINT, state)
+    assert [found[f"dmd2/critic_gap/{e}"] for e in BOTH] == [0, 0] and not look(found)
+    assert not any("critic_gap" in name for name in _updated()[1])  # of step 1
+    for changed in (dict(critic=_base(seed=1)), dict(teacher=_base(seed=1))):
+        found = dmd2._critic_gaps(_start(JOINT, **changed))
+        pairs = zip(*(jax.tree.leaves(_base(seed=n)["low"]) for n in (0, 1)), strict=True)
+        want = max(np.abs(a - b).max() for a, b in pairs)
+        np.testing.assert_allclose(found["dmd2/critic_gap/low"], want, rtol=1e-6)
+        assert len(look(found)) == 2
+    moved = _stir(states.trainable(state, JOINT, "critic")["high"], 8)
+    found = dmd2._critic_gaps(states.replace_trainable(state, JOINT, {"high": moved}, "critic"))
+    assert found["dmd2/critic_gap/high"] > 0.1 and found["dmd2/critic_gap/low"] == 0
+    assert not dmd2._critic_gaps(_distilled()[1][0])  # another variant
 
 
 def test_each_pass_moves_its_own_role_and_nothing_else():

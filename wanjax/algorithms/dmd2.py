@@ -243,7 +243,7 @@ def update(state, setup, batch: Batch):
     step = batch.version
     if step != int(state.step):
         raise ValueError(f"batch of policy {step} given to policy {int(state.step)}")
-    collected = []
+    collected = [_critic_gaps(state)] if step == 0 else []
     for name in batch.latents:  # the student comes first: critic and clips are those of the start
         for expert in setup.experts:
             state, metrics = _take(state, setup, batch, expert, name)
@@ -254,6 +254,28 @@ def update(state, setup, batch: Batch):
         moved = trees.lerp(states.trainable(state, setup), states.averaged(state, "ema"), decay)
         state = states.average(state, "ema", moved)
     return state.replace(step=state.step + 1), optim.merge_metrics(collected)
+
+
+def _critic_gaps(state) -> dict:
+    """The largest weight by which the critic of an expert differs from its teacher, an adapter by
+    its B; {} where they are different variants. Alarms of the first step expect 0."""
+    teacher, critic = (states.role_params(state, role) for role in ("teacher", "critic"))
+    gaps = {}
+    for expert in sorted(teacher.keys() & critic.keys()):
+        base, own = (trees.flatten(role[expert][0]) for role in (teacher, critic))
+        low_rank = trees.flatten(critic[expert][1])
+        if all(path in own and own[path].shape == x.shape for path, x in base.items()):
+            pairs = [(own[path], x) for path, x in base.items() if own[path] is not x]
+            moved = [x for path, x in low_rank.items() if path.endswith("/b")]
+            gaps[f"dmd2/critic_gap/{expert}"] = _largest(pairs, moved)
+    return gaps
+
+
+@jax.jit
+def _largest(pairs, moved):
+    wide = lambda x: x.astype(jnp.float32)
+    parts = [jnp.abs(wide(a) - wide(b)).max() for a, b in pairs]
+    return jnp.max(jnp.stack([jnp.float32(0), *parts, *[jnp.abs(wide(x)).max() for x in moved]]))
 
 
 def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, exit_step: int):
