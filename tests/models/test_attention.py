@@ -107,6 +107,32 @@ def test_the_tpu_kernel_in_every_ring_equals_dense(rng, interpreted, ring):
     _assert_equals_oracle(qkv, {"context": ring}, kernel="splash", form="ring", rtol=3e-5)
 
 
+@pytest.mark.parametrize("L, S", [(300, 300), (600, 130)])
+def test_the_tpu_kernel_in_several_tiles_equals_dense(rng, interpreted, monkeypatch, L, S):
+    monkeypatch.setattr(attention, "TILES", {"": ((256, 384, 128), (384, 256, 256))})
+    qkv = tuple(x[:1] for x in _qkv(rng, L, S, 1, K=128))
+    _assert_equals_oracle(qkv, {}, kernel="splash", rtol=3e-5)
+
+
+def test_tiles_by_hand():
+    assert attention._tile(32760, 2048, 128) == (2048, 128)  # 16 tiles, 8 rows of padding
+    assert attention._tile(1800, 1024, 512) == (1024, 512)
+    assert attention._tile(1300, 1024, 128) == (768, 128)  # two equal ones instead of 1024 and 276
+    assert attention._tile(77, 1024, 512) == (128, 128)
+    assert (
+        attention.describe("fa3") == "fa3 (backward cudnn)" and attention.describe("xla") == "xla"
+    )
+    kinds = [(64, 128, 128), (32, 128, 64)]
+    assert "64 x 128 by 128 and 32 x 128 by 64" in _with_tiles(kinds, attention.describe, "splash")
+
+
+def _with_tiles(sizes, fn, *args):
+    """fn(*args) where chips of this machine's kind have these tiles and others do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILES", {"TPU v6": None, jax.devices()[0].device_kind: sizes})
+        return fn(*args)
+
+
 def test_rows_beyond_length_are_nobodys_keys(rng):
     q, k, v = _qkv(rng)
     got = attention.attend(q, k, v, length=5)

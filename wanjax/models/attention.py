@@ -27,6 +27,14 @@ from wanjax import sharding
 
 FORMS = ("auto", "ulysses", "ring")
 NAMES = ("attention_out", "attention_lse")
+# Largest tiles of splash attention by kind of chip, forward and backward: query rows, key rows, key
+# rows of one product. Those of v6 and 7x forward were found by MaxDiffusion's search on such chips;
+# the others are the largest of a few that XLA:TPU fits into VMEM, and were never timed.
+TILES = {
+    "TPU v6": ((3328, 2816, 256), (2048, 2048, 256)),
+    "TPU7": ((4864, 1024, 256), (2048, 2048, 256)),
+    "": ((2048, 1024, 512), (2048, 1024, 512)),  # v4, v5e, v5p
+}
 _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 
@@ -96,6 +104,20 @@ def resolve(kernel: str, dtype, head_dim: int) -> str:
         return "splash"
     hopper = str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
     return "fa3" if fits and installed and hopper else "cudnn"
+
+
+def tiles() -> tuple:
+    """Entry of `TILES` for the chips of the mesh in use, or else of this machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return next(sizes for kind, sizes in TILES.items() if device.device_kind.startswith(kind))
+
+
+def describe(kernel: str) -> str:
+    """The kernel as `resolve` gives it, and what it chooses for this chip."""
+    if kernel != "splash":
+        return {"fa3": "fa3 (backward cudnn)"}.get(kernel, kernel)
+    words = (f"{q} x {k} by {product}" for q, k, product in tiles())
+    return f"splash in tiles of {' and '.join(words)} (forward and backward)"
 
 
 def context_form(heads: int, mesh: dict[str, int], form: str = "auto") -> tuple[int, int]:
@@ -377,11 +399,11 @@ def _fa3(q, k, v):
 
 
 def _splash(q, k, v):
-    """TPU splash attention (jax Pallas); lengths are padded to 128 and the padding is masked by
-    segment ids."""
-    kernel, segments = _splash_kernel(q.shape[2], q.shape[1], k.shape[1])
+    """TPU splash attention (jax Pallas) in the tiles of `TILES`; lengths are padded to whole tiles
+    and the padding is masked by segment ids."""
+    kernel, segments, (rows, columns) = _splash_kernel(q, k, tiles()[0])
     run = lambda q, k, v: kernel(q, k, v, segment_ids=segments)
-    out, (lse,) = jax.vmap(run)(*_splash_operands(q, k, v))
+    out, (lse,) = jax.vmap(run)(_scaled(q, rows), *(_head_major(x, columns) for x in (k, v)))
     L = q.shape[1]
     return out.transpose(0, 2, 1, 3)[:, :L].astype(q.dtype), lse[..., :L]
 
@@ -389,39 +411,57 @@ def _splash(q, k, v):
 def _splash_backward(q, k, v, out, lse, d_out):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    kernel, segments = _splash_kernel(q.shape[2], q.shape[1], k.shape[1])
+    kernel, segments, (rows, columns) = _splash_kernel(q, k, tiles()[1])
     masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
 
     def run(q, k, v, out, lse, d_out):
         saved = (q, k, v, segments, None, out, lse, *masks)
         return splash._splash_attention_bwd(res=saved, do=d_out, **kernel.kwargs)[3:6]
 
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q.shape[1] % 128)))
-    operands = (*_splash_operands(q, k, v), _head_major(out), lse, _head_major(d_out))
-    dq, dk, dv = (g.transpose(0, 2, 1, 3) for g in jax.vmap(run)(*operands))
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, rows - q.shape[1])))
+    keys, values = _head_major(k, columns), _head_major(v, columns)
+    out, d_out = _head_major(out, rows), _head_major(d_out, rows)
+    found = jax.vmap(run)(_scaled(q, rows), keys, values, out, lse, d_out)
+    dq, dk, dv = (g.transpose(0, 2, 1, 3) for g in found)
     dq = dq[:, : q.shape[1]] * q.shape[-1] ** -0.5
     return dq.astype(q.dtype), dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
-def _splash_operands(q, k, v):
-    """Head-major and padded; q is scaled, the kernel does not."""
-    return _head_major((q * (q.shape[-1] ** -0.5)).astype(q.dtype)), _head_major(k), _head_major(v)
+def _scaled(q, rows: int):
+    """Queries as the kernel wants them, which does not scale."""
+    return _head_major((q * (q.shape[-1] ** -0.5)).astype(q.dtype), rows)
 
 
-def _head_major(x_BLNK):
-    return _pad_rows(x_BLNK, x_BLNK.shape[1] + -x_BLNK.shape[1] % 128).transpose(0, 2, 1, 3)
+def _head_major(x_BLNK, rows: int):
+    return _pad_rows(x_BLNK, rows).transpose(0, 2, 1, 3)
 
 
-def _splash_kernel(heads: int, L: int, S: int):
+def _splash_kernel(q, k, largest: tuple[int, int, int]):
+    """(kernel, segment ids, padded lengths of queries and keys)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    rows, columns = L + -L % 128, S + -S % 128
+    L, S, heads = q.shape[1], k.shape[1], q.shape[2]
+    tile_q, _ = _tile(L, largest[0], 128)
+    tile_k, compute = _tile(S, *largest[1:])
+    rows, columns = (-(-n // tile) * tile for n, tile in ((L, tile_q), (S, tile_k)))
+    sizes = splash.BlockSizes(
+        tile_q, tile_k, compute, tile_q, tile_k, compute, block_q_dq=tile_q, block_kv_dq=tile_k
+    )
     mask = splash.MultiHeadMask([splash.FullMask((rows, columns))] * heads)
-    kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, save_residuals=True)
+    kernel = splash.make_splash_mha(
+        mask=mask, head_shards=1, q_seq_shards=1, save_residuals=True, block_sizes=sizes
+    )
     segments = splash.SegmentIds(  # padded queries see the real keys, nobody sees padded keys
         q=jnp.zeros((rows,), jnp.int32), kv=(jnp.arange(columns) >= S).astype(jnp.int32)
     )
-    return kernel, segments
+    return kernel, segments, (rows, columns)
+
+
+def _tile(rows: int, most: int, unit: int) -> tuple[int, int]:
+    """(rows of a tile, rows of a product in it): as few equal tiles as there can be."""
+    unit = min(unit, -(-rows // 128) * 128)
+    share = math.ceil(rows / math.ceil(rows / most))
+    return -(-share // unit) * unit, unit
 
 
 KERNELS = {

@@ -204,7 +204,7 @@ def describe(config: WanConfig, mesh: dict[str, int]) -> str:
     """One line for the start of a run: the attention kernel, and how context and stage are used."""
     kernel = attention.resolve(config.attention, config.dtype, config.attention_head_dim)
     ulysses, ring = attention.context_form(config.num_attention_heads, mesh, config.context)
-    parts = [f"attention {kernel}", f"remat {config.remat}"]
+    parts = [f"attention {attention.describe(kernel)}", f"remat {config.remat}"]
     if ulysses * ring > 1:
         parts.append(f"context = ulysses {ulysses} x ring {ring}")
     if mesh.get("stage", 1) > 1:
