@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import optim, trees
+from wanjax import optim, sharding, trees
 from wanjax import state as states
 
 BOTH = ("high", "low")
@@ -48,6 +48,25 @@ def test_with_adapters_roles_share_the_base_and_a_trained_one_adds_its_adapter()
     policy = states.role_params(state, "critic")
     assert policy["high"][1] is state.adapters["critic"]["high"] and policy["low"][1] == {}
     assert states.role_params(state, "teacher")["high"][1] == {}
+
+
+def test_what_is_trained_is_split_over_the_mesh_and_stays_the_same():
+    state = _state(_setup(2))
+    state = states.average(state, "ema", state.adapters["default"])
+    mesh = sharding.make_mesh({"fsdp": 2, "context": 2, "tensor": 2})
+    placed = states.place(state, mesh)
+    assert _equal(placed, state)
+    module = lambda tree: tree["high"]["blocks"]["attn1"]["to_q"]
+    ways = lambda x: x.size // x.addressable_shards[0].data.size
+    for name in ("default", "critic", "ema"):
+        low_rank = module(placed.adapters[name])
+        assert (ways(low_rank["a"]), ways(low_rank["b"]), ways(low_rank["scale"])) == (4, 8, 1)
+    for opt in (placed.opt, placed.role_opt["critic"]):
+        big = [x for x in jax.tree.leaves(opt["high"]) if x.ndim == 3]
+        assert big and {ways(x) for x in big} <= {4, 8}
+    where = states.shardings(placed, mesh).params["student"]
+    kernel = jax.device_put(module(placed.params["student"])["kernel"], module(where)["kernel"])
+    assert ways(kernel) == 8
 
 
 def test_with_full_weights_roles_have_copies_or_the_weights_given():

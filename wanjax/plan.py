@@ -353,7 +353,7 @@ def _batches(config, setup) -> tuple[int, ...]:
 
 def _compile(config, setup, mesh, weights):
     """(abstract state, {phase: facts}) of the algorithm's jitted functions on the mesh in use."""
-    model, lora = setup.model, bool(setup.lora.rank)
+    model = setup.model
     algorithm = train.ALGORITHMS[config.algorithm]
     whole = lambda tree: jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), tree)
     state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), weights)
@@ -363,10 +363,12 @@ def _compile(config, setup, mesh, weights):
         tree, sharding.tree_shardings(mesh, tree, wan.logical_axes),
     )  # fmt: skip
     roles = {r: {e: split(t) for e, t in experts.items()} for r, experts in state.params.items()}
-    # optimizer states follow what they optimise: replicated adapters, split weights
-    follow = lambda opts: {e: whole(x) if lora else _like(x, mesh) for e, x in opts.items()}
-    role_opt = {role: follow(opts) for role, opts in state.role_opt.items()}
-    state = whole(state).replace(params=roles, opt=follow(state.opt), role_opt=role_opt)
+    where = states.shardings(state, mesh)
+    at = lambda tree, where: jax.tree.map(_abstract, tree, where)
+    state = whole(state).replace(
+        params=roles, adapters=at(state.adapters, where.adapters), opt=at(state.opt, where.opt),
+        role_opt=at(state.role_opt, where.role_opt),
+    )  # fmt: skip
 
     rows = model.wan.text_len
     vector = lambda shape, dtype=jnp.float32: whole(jax.ShapeDtypeStruct(shape, dtype))
@@ -547,18 +549,6 @@ def _guided(setup, expert: str) -> bool:
 
 def _abstract(x, where, dtype=None):
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where)
-
-
-def _like(tree, mesh):
-    """Shardings of an optimizer state of split weights: each moment as its weight."""
-
-    def place(path, leaf):
-        names = [str(getattr(k, "key", "")) for k in path if isinstance(k, jax.tree_util.DictKey)]
-        path = "/".join(names[names.index("move") + 1 :] if "move" in names else names)
-        where = sharding.tree_shardings(mesh, {path: leaf}, wan.logical_axes)
-        return _abstract(leaf, jax.tree.leaves(where)[0])
-
-    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled | None]:

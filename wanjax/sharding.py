@@ -25,6 +25,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "embed": ("fsdp", "context"),  # the weight dimension that is gathered before use
+    "adapter": ("tensor", "fsdp", "context"),  # heads or mlp of a low-rank matrix
     "layers": ("stage",),  # scanned blocks, in order
     "stage": ("stage",),  # blocks as a pipeline holds them
 }

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from wanjax import advantages, optim, sampler, schedule, sharding, trees
-from wanjax.models import condition, lora, presets, vae
+from wanjax.models import condition, lora, presets, vae, wan
 
 AVERAGES = ("old", "ema")  # kept beside the trained weights by some algorithms
 
@@ -184,6 +184,29 @@ def start_from(state: State, setup: Setup, adapters: dict) -> State:
     for name in set(AVERAGES) & set(state.adapters):
         groups[name] = {**state.adapters[name], **copy(set(adapters) & set(setup.experts))}
     return state.replace(adapters={**state.adapters, **groups})
+
+
+def shardings(state: State, mesh) -> State:
+    """Where every leaf lies on a mesh: weights, adapters, averages and moments are split by
+    `wan.logical_axes`, anything else is on every device. Leaves may be shapes."""
+
+    def where(keys, leaf):
+        names = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
+        # params and adapters: name, expert, path; moments follow what optim.make calls "move"
+        path = names[names.index("move") + 1 :] if "move" in names else names[2:]
+        found = sharding.tree_shardings(mesh, {"/".join(path): leaf}, wan.logical_axes)
+        return jax.tree.leaves(found)[0]
+
+    return jax.tree_util.tree_map_with_path(where, state)
+
+
+def place(state: State, mesh) -> State:
+    """The state with adapters, averages and optimizers split over the mesh; weights stay where
+    they were loaded."""
+    at = shardings(state, mesh)
+    move = lambda tree, at: jax.jit(lambda tree: tree, out_shardings=at)(tree)
+    parts = {name: getattr(state, name) for name in ("adapters", "opt", "role_opt")}
+    return state.replace(**{name: move(tree, getattr(at, name)) for name, tree in parts.items()})
 
 
 def base(state: State, role: str) -> dict:

@@ -112,11 +112,10 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         init = functools.partial(algorithm.init, jax.random.key(config.seed), setup)
         run = functools.partial(jax.eval_shape, init) if abstract else init
         state = run({"student": student, **roles})
-        if abstract:
-            state = state.replace(params=_placed(state.params, mesh))
-        elif config.lora.start:
+        if config.lora.start and not abstract:
             begun = convert_lora.load(list(config.lora.start), model, dense_merged=True)
             state = states.start_from(state, setup, jax.tree.map(jnp.asarray, begun))
+        state = _placed(state, mesh) if abstract else states.place(state, mesh)
         table = schedule.describe(
             setup.sampling.schedule, dataclasses.asdict(setup.sampling.guidance),
             _stochastic_steps(config, setup),
@@ -378,16 +377,10 @@ def _shapes(path, *, param_dtype, mesh, experts_only=False, adapters=(), offload
     return {expert: jax.eval_shape(make) for expert in model.experts}, model
 
 
-def _placed(roles: dict, mesh) -> dict:
-    """Shapes with the shardings that loading gives."""
-    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    return {
-        role: {
-            expert: jax.tree.map(place, tree, sharding.tree_shardings(mesh, tree, wan.logical_axes))
-            for expert, tree in experts.items()
-        }
-        for role, experts in roles.items()
-    }
+def _placed(state, mesh):
+    """Shapes with the shardings that a run gives."""
+    at = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return jax.tree.map(at, state, states.shardings(state, mesh))
 
 
 def _check_mesh(setup, mesh) -> None:

@@ -27,7 +27,7 @@ CASES = {  # name: config file, model, changes, topologies
     }, PODS),
     "SFT 14B, full, 720p x 81, one clip": ("sft_wan22.py", T2V_14B, {
         "lora.rank": 0, "experts": "('high',)", "sampling.height": 720, "sampling.width": 1280,
-        "data.batch": 1, "micro_samples": 1, "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 4,
+        "data.batch": 1, "micro_samples": 1, "mesh.fsdp": 1, "mesh.data": 1, "mesh.context": 4,
     }, ("v5p:2x2x1",)),
 }  # fmt: skip
 

@@ -175,19 +175,33 @@ def test_a_mixed_update_equals_two_pure_ones():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize("shape", [
+    {"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2},
+])  # fmt: skip
 def test_a_mesh_changes_neither_rollout_nor_update(shape):
     setup = tiny.make_setup()
     state, batch = _collect(setup)
     after, metrics = grpo.update(state, setup, batch)
-    with sharding.use_mesh(sharding.make_mesh(shape, jax.devices()[:4])):
+    mesh = sharding.make_mesh(shape, jax.devices()[:4])
+    with sharding.use_mesh(mesh):
         twin = tiny.make_setup()
         state, other = _collect(twin)
+        state = states.place(state, mesh)
         np.testing.assert_allclose(other.trajectory.x, batch.trajectory.x, atol=2e-5)
         np.testing.assert_allclose(other.adv_B, batch.adv_B, atol=1e-3)
         # the same advantages, so that the update alone is compared
         other = grpo.Batch(**{**vars(other), "adv_B": jnp.asarray(np.asarray(batch.adv_B))})
         sharded, sharded_metrics = grpo.update(state, twin, other)
+    at = states.shardings(sharded, mesh)
+    for name in ("adapters", "opt"):  # and stays split as it was
+        for leaf, where in zip(
+            *(jax.tree.leaves(getattr(x, name)) for x in (sharded, at)), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim), (
+                name,
+                leaf.shape,
+                leaf.sharding,
+            )
     for expert in ("high", "low"):
         a, b = metrics[f"grad_norm/{expert}"], sharded_metrics[f"grad_norm/{expert}"]
         np.testing.assert_allclose(float(a), float(b), rtol=1e-3)

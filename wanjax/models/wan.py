@@ -276,8 +276,8 @@ def logical_axes(path: str, leaf) -> tuple[str | None, ...]:
     wide = "mlp" if module.startswith("ffn") else "heads"
     inner: dict[str, tuple[str | None, str | None]] = {
         "kernel": ("embed", wide) if column else (wide, "embed") if row else (None, "embed"),
-        "a": ("embed", None) if column else (wide, None) if row else (None, None),
-        "b": (None, wide) if column else (None, "embed") if row else (None, None),
+        "a": ("embed", None) if column else ("adapter", None) if row else (None, None),
+        "b": (None, "adapter") if column else (None, "embed") if row else (None, None),
     }
     if name in inner and leaf.ndim - len(stack) == 2:
         return stack + inner[name]
