@@ -30,7 +30,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.alarms.limits["reward/zero_spread"] = (0.0, 0.95)
     c.alarms.limits["video/motion"] = (1e-3, 1.0)
     c.alarms.limits["video/saturation"] = (0.0, 0.5)
-    c.alarms.limits["grpo/v_norm_ratio/*"] = (0.5, 2.0)
+    c.alarms.limits["*/v_norm_ratio/*"] = (0.5, 2.0)  # to the reference, where there is a KL
+    c.alarms.limits["*/v_rms/*"] = (0.2, 5.0)  # of the velocity; noise and latents have about 1
     c.alarms.start = ConfigDict()  # the same for the very first step, where nothing has moved yet
     c.alarms.start["*/ratio_mean/*"] = (0.99, 1.01)  # the trainer scores as the rollout did
     c.alarms.start["*/kl/*"] = (0.0, 1e-3)
@@ -172,6 +173,10 @@ def get_config(preset: str = "") -> ConfigDict:
     c.eval.number = 64  # prompts, the first of the file
     c.eval.seed = 1234
     c.eval.samples = 4  # of them, how many become sample videos
+    c.eval.steps = 0  # how they are sampled; 0 or "": as the run samples
+    c.eval.grid = ""
+    c.eval.solver = ""
+    c.eval.guidance = ConfigDict(dict(high=0.0, low=0.0))
     return c
 
 

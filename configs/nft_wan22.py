@@ -4,8 +4,9 @@
         --config.model.path=/models/Wan2.2-T2V-A14B-Diffusers --config.prompts=prompts.txt \
         --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"
 
-Hardware: one GPU of 80 GB for preset small (1 prompt x 16 samples a step); the default 48 x 16
-wants a pod or a node, over which `mesh.data` splits the samples. Time and curve: not measured.
+Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 17 s of
+rollout and 31 s of update, 73 GiB, see scripts/bench/RESULTS.md); the default 48 x 16 wants a pod
+or a node, over which `mesh.data` splits the samples. Curve: not measured.
 Watch the reward, never the loss: it does not fall by design (see wanjax/losses/nft.py).
 
 Guidance is 1: the trained policy learns what guidance would add, so the first samples look worse

@@ -355,6 +355,15 @@ def test_claim_refuses_another_config_and_lists_the_keys(tmp_path):
     assert "\n" not in message
 
 
+def test_a_key_that_did_not_exist_when_a_run_started_had_its_default(tmp_path):
+    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
+    newer = {**CONFIG, "fresh": {"size": (1, 2), "kind": "a"}}
+    assert checkpoint.claim(tmp_path / "run", newer, True, {**newer, "unused": 1}) is True
+    assert json.loads((tmp_path / "run/config.json").read_text()) == json.loads(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match='fresh.kind: "b" -> "a"'):
+        checkpoint.claim(tmp_path / "run", newer, True, {"fresh": {"size": (1, 2), "kind": "b"}})
+
+
 def test_claim_lets_only_the_named_keys_vary(tmp_path, capsys):
     checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
     longer = {**CONFIG, "steps": 20, "wandb": {"mode": "offline"}}

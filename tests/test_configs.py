@@ -8,13 +8,14 @@ from wanjax import train
 
 A14B, SMALL = "wan2.2_t2v_a14b", "wan2.1_t2v_1.3b"
 RECIPES = [
-    ("grpo_wan22", "", A14B), ("grpo_wan22", "small", A14B),
+    ("grpo_wan22", "", A14B), ("grpo_wan22", "small", A14B), ("grpo_wan22", "miles", A14B),
     ("grpo_wan21", "", SMALL), ("grpo_wan21", "small", SMALL),
     ("nft_wan22", "", A14B), ("nft_wan22", "small", A14B),
-    ("nft_wan21", "", SMALL),
-    ("dmd2_wan22", "", A14B), ("dmd2_wan22", "high", A14B),
+    ("nft_wan21", "", SMALL), ("nft_wan21", "small", SMALL),
+    ("dmd2_wan22", "", A14B), ("dmd2_wan22", "high", A14B), ("dmd2_wan22", "low", A14B),
     ("dmd2_wan21", "", SMALL), ("dmd2_wan21", "14b", SMALL),
-    ("sft_wan22", "", A14B), ("sft_wan22", "low", A14B),
+    ("sft_wan22", "", A14B), ("sft_wan22", "low", A14B), ("sft_wan22", "high", A14B),
+    ("sft_wan21", "", SMALL),
 ]  # fmt: skip
 
 
@@ -33,6 +34,10 @@ def test_recipe_passes_a_dry_run_without_weights(recipe, preset, model, tmp_path
     assert "dry run: config, model and shapes fit" in out
     trained = [line for line in out.splitlines() if line.endswith(" trained")]
     assert trained and all("/" in line for line in trained)
+    rows = [line.split() for line in out.splitlines()]
+    (total,) = (float(row[1]) for row in rows if row[:1] == ["all"])  # GiB of the memory table
+    steps = [row for row in rows if row[:1] and row[0].isdigit()]  # of the schedule
+    assert total > 1 and len(steps) == len(config.sampling.sigmas or range(config.sampling.steps))
     assert not list(tmp_path.iterdir())
     assert config.name.startswith(recipe) and "python -m wanjax.train" in module.__doc__
 

@@ -126,6 +126,18 @@ def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_pa
     _same_run(run, whole)
 
 
+def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
+    config = tiny.make_config(model, tmp_path, eval__steps=2, eval__guidance__high=1.0)
+    seen, generate = [], sample.generate
+    spy = lambda setup, *args, **kw: seen.append(setup.sampling) or generate(setup, *args, **kw)
+    monkeypatch.setattr(sample, "generate", spy)
+    monkeypatch.setattr(grpo, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(config)
+    assert [own.schedule.steps for own in seen] == [2] and config.sampling.steps == 6
+    assert seen[0].guidance.high == 1.0 and seen[0].guidance.low == tiny.MODEL.sampling.guidance.low
+
+
 def test_a_finished_run_has_all_its_artefacts(whole):
     summary = json.loads((whole / "summary.json").read_text())
     assert {"reward_before", "reward_after", "seconds", "report", "steps"} <= set(summary)
@@ -158,6 +170,8 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(sampling__height=20), "config.sampling.height"),
     (dict(sampling__frames=6), "config.sampling.frames is 6"),
     (dict(sampling__grid="cosine"), "sampling.grid is 'cosine'"),
+    (dict(sampling__solver="rk9"), "solver is 'rk9'; set config.sampling.solver"),
+    (dict(eval__solver="rk9"), "solver is 'rk9'; .* or config.eval.solver"),
     (dict(sampling__batch=3), "config.sampling.batch = 3"),
     (dict(sde__window=7), "window"),
     (dict(prompts="missing.txt"), "no prompts file at missing.txt"),

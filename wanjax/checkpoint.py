@@ -112,13 +112,15 @@ def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None)
     _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 
-def claim(run_dir, config: dict[str, Any], resume: bool) -> bool:
+def claim(run_dir, config: dict[str, Any], resume: bool, defaults: Any = None) -> bool:
     """Take `run_dir` for a run of `config`, write config.json; return True if a run continues.
 
-    Only the keys in VARIABLE_KEYS may differ from those the run was started with. Raises ValueError
-    for a folder that holds another run or anything else, and, when `resume` is False, any run.
+    Only the keys in VARIABLE_KEYS may differ from those the run was started with; a key that did
+    not exist then had its value of `defaults`. Raises ValueError for a folder that holds another
+    run or anything else, and, when `resume` is False, any run.
     """
-    return bool(_on_first_process(lambda: _claim(pathlib.Path(run_dir), config, resume)))
+    claim = lambda: _claim(pathlib.Path(run_dir), config, resume, defaults or {})
+    return bool(_on_first_process(claim))
 
 
 def write_json(path, value) -> None:
@@ -134,7 +136,7 @@ def write_json(path, value) -> None:
     _fsync_folder(path.parent)
 
 
-def _claim(run_dir, config, resume):
+def _claim(run_dir, config, resume, defaults):
     file = run_dir / "config.json"
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run folder {run_dir} is a file; choose another name for the run")
@@ -158,7 +160,8 @@ def _claim(run_dir, config, resume):
             f"{file} is not JSON ({error}); repair it or move {run_dir} away"
         ) from None
     new = json.loads(_dump(config, "config"))
-    changes = _differences(old, new)
+    defaults = json.loads(_dump(defaults, "defaults"))
+    changes = _differences(old, new, defaults)
     fixed = {key: change for key, change in changes.items() if not _may_vary(key)}
     if fixed:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
@@ -173,8 +176,9 @@ def _claim(run_dir, config, resume):
     return True
 
 
-def _differences(old, new):
+def _differences(old, new, defaults):
     old, new = _dotted(old), _dotted(new)
+    old |= {k: v for k, v in _dotted(defaults).items() if k in new and k not in old}
     keys = [*old, *(key for key in new if key not in old)]
     show = lambda flat, key: (
         json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"

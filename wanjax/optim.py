@@ -16,6 +16,8 @@ import optax
 
 from wanjax import trees
 
+START = "start/"  # before names of metrics of a run's first optimizer step
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -106,9 +108,15 @@ def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int,
     return [{expert: pairs(numbers, micro_steps)} for expert, numbers in present.items()]
 
 
-def merge_metrics(collected: list[dict]) -> dict:
+def merge_metrics(collected: list[dict], first: int = 0) -> dict:
     """Reduce micro-batches and optimizer steps: extremes of *_min and *_max, the last lr, else
-    means."""
+    means.
+
+    first: how many came before anything moved; their own values are told as START + name too.
+    """
+    if 0 < first < len(collected):
+        begun = {START + name: value for name, value in merge_metrics(collected[:first]).items()}
+        return merge_metrics(collected) | begun
     gathered: dict[str, list] = {}
     for metrics in collected:
         for name, value in metrics.items():

@@ -102,6 +102,7 @@ class Setup:
     algorithm: Any  # the algorithm's own config
     rewards: dict = field(default_factory=dict)  # name -> weight
     reward_failure: str = "stop"  # see rewards.FAILURE
+    steps: int = 1  # of the whole run
     roles: dict = field(default_factory=dict)  # role other than the student -> ModelConfig
     role_optim: dict = field(default_factory=dict)  # those that are trained -> expert -> config
 

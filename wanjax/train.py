@@ -40,6 +40,7 @@ from wanjax import (
     report,
     rewards,
     sample,
+    sampler,
     schedule,
     sharding,
     trees,
@@ -104,6 +105,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     roles, role_models = _load_roles(config, model, mesh, load)
     setup = make_setup(config, model, role_models)
     algorithm.check(setup)
+    eval_setup = evaluation_setup(config, setup)
     _check_mesh(setup, mesh)
     if source:
         stream = _latent_stream(config, source, params, model)
@@ -127,7 +129,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if dry_run:
             print("dry run: config, model and shapes fit; nothing was written", flush=True)
             return run_dir
-        checkpoint.claim(run_dir, config.to_dict(), config.resume)
+        checkpoint.claim(run_dir, config.to_dict(), config.resume, default.get_config().to_dict())
         if jax.process_index() == 0:
             (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
             checkpoint.write_json(run_dir / "facts.json", _facts(config, setup, state, mesh))
@@ -146,7 +148,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         elif source:
             preview = stream.preview(shown, states.latent_shape(setup))
         job = _Job(
-            config, setup, run_dir, tools, preview, algorithm.EVALUATED,
+            config, setup, eval_setup, run_dir, tools, preview, algorithm.EVALUATED,
             item=stream.at if source else lambda step: of_texts(stream.at(step)),
             validate=_validation(algorithm, setup, stream, tools)
             if algorithm.DATA == "latents" else None,
@@ -162,6 +164,7 @@ class _Job:
 
     config: Any
     setup: states.Setup
+    eval_setup: states.Setup  # samples as config.eval says
     run_dir: pathlib.Path
     tools: states.Tools
     preview: states.Item | None  # what evaluation makes videos of
@@ -272,7 +275,7 @@ def _previews(job: _Job, item: states.Item, state):
     config, policy = job.config, states.rollout_params(state, job.evaluated)
     ctx_PSE, uncond_1SE = text.align(item.ctx_PSE, job.tools.uncond_1SE)
     videos = sample.generate(
-        job.setup, policy, job.tools.vae, ctx_PSE, uncond_1SE,
+        job.eval_setup, policy, job.tools.vae, ctx_PSE, uncond_1SE,
         seed=config.eval.seed, cond=item.cond,
     )  # fmt: skip
     if not job.tools.reward:
@@ -445,21 +448,7 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
             + ("algorithm 'dmd2', whose roles share them" if config.lora.rank else "lora.rank 0")
             + "; set it to False"
         )
-    defaults, plan, sde = model.sampling, config.sampling, config.sde.to_dict()
-    scale = lambda expert: config.guidance[expert] or getattr(defaults.guidance, expert)
-    levels = tuple(plan.sigmas) or None
-    sampling = states.SamplingConfig(
-        schedule=schedule.make_schedule(
-            plan.grid,
-            len(levels or ()) or plan.steps,
-            plan.shift or defaults.shift,
-            model.boundary,
-            levels,
-        ),  # fmt: skip
-        guidance=presets.Guidance(scale("high"), scale("low")),
-        guidance_mode=config.guidance.mode,
-        **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch")},
-    )
+    sde = config.sde.to_dict()
     kind, eta = sde.pop("kind"), sde.pop("eta")
     for name in ("range", "candidates", "decay"):  # empty: the strategy's own default
         sde[name] = sde[name] or None
@@ -472,7 +461,7 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         role_optim = {"critic": {e: optim.OptimConfig(**own[e].to_dict()) for e in critics}}
     return states.Setup(
         model=model,
-        sampling=sampling,
+        sampling=_sampling(config.sampling, config.guidance, model),
         sde=states.SdeConfig(strategy, kind, eta),
         lora=states.LoraConfig(config.lora.rank, config.lora.alpha, tuple(config.lora.targets)),
         experts=tuple(config.experts),
@@ -481,9 +470,44 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         algorithm=_algorithm_config(config, roles),
         rewards={name: weight for name, weight in config.reward.items()},
         reward_failure=config.reward_failure,
+        steps=config.steps,
         roles=roles,
         role_optim=role_optim,
     )
+
+
+def _sampling(plan, guidance, model: presets.ModelConfig) -> states.SamplingConfig:
+    """The sampler of config.sampling and config.guidance; what they leave open is the model's."""
+    scale = lambda expert: guidance[expert] or getattr(model.sampling.guidance, expert)
+    levels, solvers = tuple(plan["sigmas"]) or None, (*sampler.SOLVERS, "renoise")
+    if plan["solver"] not in solvers:
+        raise ValueError(
+            f"the solver is {plan['solver']!r}; set config.sampling.solver, or config.eval.solver, "
+            f"to one of {', '.join(solvers)}"
+        )
+    return states.SamplingConfig(
+        schedule=schedule.make_schedule(
+            plan["grid"],
+            len(levels or ()) or plan["steps"],
+            plan["shift"] or model.sampling.shift,
+            model.boundary,
+            levels,
+        ),  # fmt: skip
+        guidance=presets.Guidance(scale("high"), scale("low")),
+        guidance_mode=guidance["mode"],
+        **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch")},
+    )
+
+
+def evaluation_setup(config, setup: states.Setup) -> states.Setup:
+    """The setup with the sampler that config.eval asks for; the run's own where it asks nothing."""
+    own = {key: config.eval[key] for key in ("steps", "grid", "solver") if config.eval[key]}
+    scales = {e: scale for e, scale in config.eval.guidance.items() if scale}
+    if not own and not scales:
+        return setup
+    plan, guidance = config.sampling.to_dict() | own, config.guidance.to_dict() | scales
+    plan["sigmas"] = () if {"steps", "grid"} & own.keys() else plan["sigmas"]
+    return dataclasses.replace(setup, sampling=_sampling(plan, guidance, setup.model))
 
 
 def _algorithm_config(config, roles: dict):
@@ -607,8 +631,9 @@ def _sound(job: _Job, previous, look: Callable, writer, last: bool = False) -> N
         return
     step, values = previous[0], jax.device_get(previous[1])
     lines = look(values)
-    if step == 0 and job.config.updates == 1 and not job.config.lora.start:  # nothing has moved yet
-        lines += alarms.watch(job.config.alarms.start, 1)(values)
+    if step == 0 and not job.config.lora.start:  # nothing has moved yet
+        first = {k.removeprefix(optim.START): v for k, v in values.items() if optim.START in k}
+        lines += alarms.watch(job.config.alarms.start, 1)(first or values)
     for line in lines:
         best = _best(job.run_dir)
         kept = "" if best is None else f"; the best evaluation was at step {best}"

@@ -5,11 +5,11 @@
         --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
 
 A row is a config (ROWS) trained with every seed. Success is strict, on captions that are not
-trained on, from fixed noise. The 95 % interval is Wilson's over the clips of all seeds. A run that
-has its summary.json is not repeated, so a long table can be made in several calls, or by several
-copies of the command at a time, on one or more cards; --minutes stops between two runs. Controls
-carry no information and must not gain: shuffled rewards, constant rewards, a student that does not
-move.
+trained on, from fixed noise. The 95 % interval is Wilson's over the clips of all seeds that differ.
+A run that has its summary.json is not repeated, so a long table can be made in several calls, or by
+several copies of the command at a time, on one or more cards; --minutes stops between two runs.
+Controls carry no information and must not gain: shuffled rewards, constant rewards, a student that
+does not move.
 """
 
 import argparse
@@ -182,7 +182,9 @@ def write(args, rows) -> None:
     lines = [
         "# What each way of training reaches", "",
         f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}; made by "
-        f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}", "",
+        f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}.",
+        "The intervals take the seeds as independent, although their prompts and starting noise",
+        "are the same; rows that are equal in all seeds count as one.", "",
         "| row | success before | success after, 95 % | gain, points | videos made | seconds |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -196,7 +198,8 @@ def write(args, rows) -> None:
         made = config["steps"] * config["prompts_per_step"] * config["group_size"]
         made = 0 if config["algorithm"] == "sft" else made
         before, after = (np.mean([s[f"success_{w}"] for s in found]) for w in ("before", "after"))
-        low, high = wilson(after, sum(s["eval_prompts"] for s in found))
+        distinct = {s["success_after"]: s["eval_prompts"] for s in found}  # equal seeds count once
+        low, high = wilson(after, sum(distinct.values()))
         seconds = np.mean([s["seconds"].get("collect", 0) + s["seconds"].get("update", 0)
                            for s in found])  # fmt: skip
         cells = [

@@ -1,13 +1,15 @@
 """GRPO end to end on a random two-expert model: on-policy identities, routing, micro-batching,
 KL."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import sharding, trees
+from wanjax import optim, sharding, trees
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.models import presets
@@ -65,6 +67,61 @@ def test_recomputed_scores_of_later_updates_are_those_of_the_sampling_policy():
     np.testing.assert_allclose(again, batch.trajectory.logp, atol=1e-6)
     _, metrics = grpo.update(state, setup, batch)
     assert float(metrics["grpo/ratio_std/high"]) > 1e-7  # the second update is off-policy
+
+
+def test_the_first_optimizer_steps_metrics_are_told_beside_the_merged_ones():
+    """So that the alarms of the first step also serve several updates a rollout."""
+    setup = tiny.make_setup(algorithm__updates=2)
+    state, batch = _collect(setup)
+    after, metrics = grpo.update(state, setup, batch)
+    for expert in ("high", "low"):
+        begun = float(metrics[f"{optim.START}grpo/ratio_max/{expert}"])
+        assert abs(begun - 1) <= 1e-6 < abs(float(metrics[f"grpo/ratio_max/{expert}"]) - 1)
+    _, metrics = grpo.update(after, setup, _collect(setup, after)[1])
+    assert not any(optim.START in name for name in metrics)
+
+
+def test_each_expert_has_its_own_learning_rate_and_clip_range():
+    setup = tiny.make_setup(algorithm__clip={"high": 1e9, "low": 1e-9})
+    rates = {"high": optim.OptimConfig(lr=0.0), "low": optim.OptimConfig(lr=1e-2)}
+    setup = dataclasses.replace(setup, optim=rates)
+    state, batch = _collect(setup)
+    before = states.trainable(_stir(state, setup, 0.02), setup)
+    after, metrics = grpo.update(states.replace_trainable(state, setup, before), setup, batch)
+    assert metrics["grpo/clip_frac/high"] == 0 < metrics["grpo/clip_frac/low"]
+    moved = states.trainable(after, setup)
+    same = lambda e: all(map(np.array_equal, *map(jax.tree.leaves, (moved[e], before[e]))))
+    assert same("high") and not same("low")
+    assert 0.2 < metrics["grpo/v_rms/high"] < 5
+
+
+def test_a_window_that_walks_off_the_trained_expert_is_refused_at_the_start():
+    walking = dict(strategy__name="mix_progressive", setup__experts=("high",))
+    grpo.check(tiny.make_setup(**walking, setup__steps=1))
+    with pytest.raises(ValueError, match="picks no step of the trained experts"):
+        grpo.check(tiny.make_setup(**walking, setup__steps=500))
+
+
+def test_two_rewards_are_normalised_each_on_its_own_over_random_windows():
+    setup = tiny.make_setup(algorithm__advantage="gdpo", strategy__name="mix_random")
+    setup = dataclasses.replace(setup, rewards={"mean": 1.0, "thousand": 0.5})
+    ctx, uncond = tiny.contexts()
+    state, _ = _collect(tiny.make_setup())
+
+    def reward(video, prompts):
+        (mean,), _ = (list(found.values()) for found in tiny.mean_reward(video, prompts))
+        return {"mean": mean, "thousand": -1000 * mean}, {}
+
+    tools = states.Tools(tiny.parameters()["vae"], uncond, reward)
+    batch = grpo.collect(state, setup, states.Item(["a", "b"], ctx), tools)
+    # opposed rewards: only the weights differ, the scale of the second does not count
+    alone = dataclasses.replace(setup, rewards={"mean": 1.0})
+    tools = dataclasses.replace(tools, reward=tiny.mean_reward)
+    want = grpo.collect(state, alone, states.Item(["a", "b"], ctx), tools)
+    np.testing.assert_array_equal(want.steps_W, batch.steps_W)
+    np.testing.assert_allclose(
+        np.corrcoef(batch.adv_B, want.adv_B)[0, 1], 1, atol=1e-3
+    )  # (1 − 0.5) of the same direction
 
 
 @pytest.mark.parametrize("rank", [2, 0])

@@ -79,7 +79,7 @@ def check(setup: states.Setup) -> None:
             f"config.sde.kind is {setup.sde.kind!r}; GRPO needs a stochastic kernel: "
             f"{tuple(k for k in sampler.KINDS if k != 'ode')}"
         )
-    for epoch in range(4):  # drawn windows differ per epoch
+    for epoch in range(setup.steps):  # windows are drawn, or walk on
         groups = _slots(setup, _window(setup, epoch))
         if not any(groups.values()):
             raise ValueError(
@@ -176,7 +176,7 @@ def update(state, setup, batch: Batch):
     data = _replay_data(setup, batch)
     if config.recompute_old_logp and config.updates > 1:
         data["logp_WB"] = _rescore(state, setup, batch, data, groups)
-    collected = []
+    collected, first = [], 0
     for number, share in enumerate(np.split(order, config.updates)):
         # before the first optimizer step the policy is the one that sampled: its own score is the
         # old one
@@ -191,7 +191,9 @@ def update(state, setup, batch: Batch):
             state = states.replace_trainable(state, setup, trained)
             state = state.replace(opt={**state.opt, **opt})
             collected.append(aux)
-    return state.replace(step=state.step + 1), optim.merge_metrics(collected)
+        first = first or len(collected)
+    first = first if batch.version == 0 else 0
+    return state.replace(step=state.step + 1), optim.merge_metrics(collected, first)
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots"))
@@ -248,6 +250,7 @@ def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_pol
         loss = loss + config.kl_beta[expert] * kl
         norm = lambda v: jnp.sqrt((v.astype(jnp.float32) ** 2).sum())
         aux |= {"kl": kl, "loss": loss, "v_norm_ratio": norm(v) / norm(v_ref)}
+    aux["v_rms"] = jnp.sqrt(jnp.square(v).mean())
     aux["logp_gap"] = jnp.abs(
         jax.lax.stop_gradient(logp) - data["logp_WB"][slot_M, sample_M]
     ).mean()

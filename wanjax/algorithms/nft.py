@@ -184,7 +184,7 @@ def update(state, setup, batch: Batch):
     units = data[setup.experts[0]]["t_UT"].shape[0]
     order = np.random.default_rng((setup.seed, batch.version)).permutation(units)
     slots = {expert: list(range(config.timesteps)) for expert in setup.experts}
-    collected = []
+    collected, first = [], 0
     for number, share in enumerate(np.split(order, config.updates)):
         index_sets = optim.micro_batches(
             slots, np.sort(share), micro_samples=config.micro_samples,
@@ -201,13 +201,15 @@ def update(state, setup, batch: Batch):
             state = states.replace_trainable(state, setup, trained)
             state = state.replace(opt={**state.opt, **opt})
             collected.append(metrics)
+        first = first or len(collected)
         taken = batch.version * config.updates + number + 1  # optimizer steps, this one included
         decay = float(nft.evaluation_decay(taken, config.ema_decay))
         state = _follow(state, setup, "ema", decay)
     taken = (batch.version + 1) * config.updates
     decay = float(nft.old_decay(taken, config.old_decay))
     state = _follow(state, setup, "old", decay)
-    metrics = optim.merge_metrics(collected) | {"nft/old_decay": decay}
+    metrics = optim.merge_metrics(collected, first if batch.version == 0 else 0)
+    metrics |= {"nft/old_decay": decay}
     return state.replace(step=state.step + 1), metrics
 
 
@@ -273,6 +275,7 @@ def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert
             nft_beta=config.beta, kl_beta=kl_beta,
             adv_clip_max=config.adv_clip_max, mode=config.mode,
         )  # fmt: skip
+    aux["v_rms"] = jnp.sqrt(jnp.square(v_new).mean())
     return loss, {f"{config.loss}/{name}": value for name, value in aux.items()}
 
 
