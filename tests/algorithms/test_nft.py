@@ -88,6 +88,29 @@ def test_a_restored_state_takes_the_same_step_bit_for_bit(tmp_path, loss, rank):
             assert metrics[f"nft/kl/{expert}"] == 0 and ends[0][1][f"nft/kl/{expert}"] > 0
 
 
+@pytest.mark.parametrize("loss", nft.LOSSES)
+def test_gradients_depend_neither_on_micro_batches_nor_on_the_mesh(loss):
+    """Adam's first moments after one step, leaf by leaf, for both experts."""
+    whole = 2 if loss == "dpo" else 4
+    own = dict(nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.1})
+    state, batch = _start(_setup()), _collect(_setup(), _start(_setup()))
+    moved = _stir(states.trainable(state, _setup()), 0.1)
+    state = states.replace_trainable(state, _setup(), moved)
+
+    def moments(size, mesh=None):
+        setup = _setup(**own, nft__micro_samples=size)
+        with sharding.use_mesh(mesh):
+            copy = jax.tree.map(jnp.copy, state)
+            after, _ = nft.update(states.place(copy, mesh) if mesh else copy, setup, batch)
+        return [np.asarray(x) for x in jax.tree.leaves(after.opt) if x.ndim > 1]
+
+    want = moments(whole)
+    mesh = sharding.make_mesh(dict(fsdp=2, context=2, tensor=2))
+    for got in (moments(1), moments(whole, mesh)):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * np.abs(b).max() + 1e-12)
+
+
 def test_rollouts_follow_old_and_not_the_trained_policy():
     setup = _setup()
     state = _start(setup)
