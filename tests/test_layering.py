@@ -43,6 +43,11 @@ def level(module):
     return found[-1]
 
 
+def test_the_trainer_asks_for_no_algorithm_by_name():
+    source = (ROOT / "wanjax/train.py").read_text(encoding="utf-8")
+    assert not re.search(r"algorithm\s*(==|!=|in|not in)\s*[\"'(]", source)
+
+
 def imports(module, source, known):
     """Dotted names that a source imports; `from package import module` gives the module."""
     names = set()

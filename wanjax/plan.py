@@ -392,7 +392,7 @@ def _compile(config, setup, mesh, weights):
     ids = vector((size,), jnp.int32)
     passes = algorithm.forwards(setup)["collect"] // samples
     if config.algorithm == "grpo":
-        steps_W = grpo._window(setup, 0)
+        steps_W = grpo.sde_steps(setup, 0)
         slot_I = vector((setup.sampling.schedule.steps,), jnp.int32)
         call = grpo._rollout.lower(
             policy, context(size), context(1), key, ids, slot_I, setup=setup, slots=len(steps_W)

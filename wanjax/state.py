@@ -88,6 +88,11 @@ class SdeConfig:
     eta: float = 0.7
 
 
+# keys of a config that are fields of every algorithm on groups of samples
+GROUP_KEYS = ("group_size", "prompts_per_step", "advantage", "adv_clip_max", "updates")
+GROUP_KEYS += ("micro_samples", "micro_steps", "mix_experts")
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """What is static in a run: shapes, schedules and rules, closed over by the jitted functions."""

@@ -49,7 +49,6 @@ from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.data import latents, text, video
 from wanjax.data import prompts as prompt_files
-from wanjax.losses import flow
 from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.rewards import shapes
 
@@ -118,9 +117,11 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
             begun = convert_lora.load(list(config.lora.start), model, dense_merged=True)
             state = states.start_from(state, setup, jax.tree.map(jnp.asarray, begun))
         state = _placed(state, mesh) if abstract else states.place(state, mesh)
+        sampling = setup.sampling
         table = schedule.describe(
-            setup.sampling.schedule, dataclasses.asdict(setup.sampling.guidance),
-            _stochastic_steps(config, setup),
+            sampling.schedule, dataclasses.asdict(sampling.guidance),
+            range(sampling.schedule.steps) if sampling.solver == "renoise"
+            else algorithm.sde_steps(setup, 0),
         )  # fmt: skip
         banner = _banner(config, setup, state, mesh, table)
         if source:
@@ -399,10 +400,8 @@ def _load_roles(config, model: presets.ModelConfig, mesh, load) -> tuple[dict, d
     A role without a path has the student's model and no weights of its own; equal paths are loaded
     once.
     """
-    if config.algorithm != "dmd2":
-        return {}, {}
     loaded, weights, models = {}, {}, {}
-    for role in ("teacher", "critic"):
+    for role in ALGORITHMS[config.algorithm].ROLES:
         own = config.roles[role]
         source = (own.path, own.param_dtype)
         if own.path and source not in loaded:
@@ -414,16 +413,6 @@ def _load_roles(config, model: presets.ModelConfig, mesh, load) -> tuple[dict, d
         else:
             models[role] = model
     return weights, models
-
-
-def _stochastic_steps(config, setup):
-    """Steps that the table of the schedule calls SDE."""
-    plan = setup.sampling.schedule
-    if setup.sampling.solver == "renoise":
-        return range(plan.steps)
-    if config.algorithm != "grpo" and not (config.algorithm == "nft" and config.nft.sde):
-        return ()
-    return schedule.sde_steps(plan, setup.sde.strategy, epoch=0, seed=config.seed)
 
 
 def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
@@ -442,10 +431,12 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
             f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
             "config.lora.rank above 0, or param_dtype to float32"
         )
-    if config.model.offload and (not config.lora.rank or config.algorithm == "dmd2"):
+    algorithm = ALGORITHMS[config.algorithm]
+    if config.model.offload and (not config.lora.rank or algorithm.ROLES):
+        found = f"algorithm {config.algorithm!r}, whose roles share them"
         raise ValueError(
             "config.model.offload keeps frozen experts in host memory, but found "
-            + ("algorithm 'dmd2', whose roles share them" if config.lora.rank else "lora.rank 0")
+            + (found if config.lora.rank else "lora.rank 0")
             + "; set it to False"
         )
     sde = config.sde.to_dict()
@@ -467,7 +458,7 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
         experts=tuple(config.experts),
         optim={e: optim.OptimConfig(**config.optim[e].to_dict()) for e in config.experts},
         seed=config.seed,
-        algorithm=_algorithm_config(config, roles),
+        algorithm=algorithm.make_config(config, roles),
         rewards={name: weight for name, weight in config.reward.items()},
         reward_failure=config.reward_failure,
         steps=config.steps,
@@ -508,39 +499,6 @@ def evaluation_setup(config, setup: states.Setup) -> states.Setup:
     plan, guidance = config.sampling.to_dict() | own, config.guidance.to_dict() | scales
     plan["sigmas"] = () if {"steps", "grid"} & own.keys() else plan["sigmas"]
     return dataclasses.replace(setup, sampling=_sampling(plan, guidance, setup.model))
-
-
-def _algorithm_config(config, roles: dict):
-    """The frozen config of the chosen algorithm: common keys, then its own section."""
-    if config.algorithm == "dmd2":
-        own = config.dmd2.to_dict()
-        usual = roles["teacher"].sampling.guidance
-        own["guidance"] = {e: w or getattr(usual, e) for e, w in own["guidance"].items()}
-        items = config.data.batch if config.data.path else config.prompts_per_step
-        shared = {key: config[key] for key in ("group_size", "micro_samples", "updates")}
-        return dmd2.Config(items, **shared, **own)
-    if config.algorithm == "sft":
-        own = config.sft.to_dict()
-        density = flow.Density(*(own.pop(key) for key in ("density", "mean", "std", "scale")))
-        micro = {key: config[key] for key in ("micro_samples", "micro_steps", "mix_experts")}
-        dropout = config.data.caption_dropout
-        return sft.Config(
-            config.data.batch, density=density, caption_dropout=dropout, **micro, **own
-        )
-    fields = ("group_size", "prompts_per_step", "advantage", "adv_clip_max", "updates")
-    fields += ("micro_samples", "micro_steps", "mix_experts")
-    common = {key: config[key] for key in fields}
-    beta = {expert: config.kl[expert] for expert in ("high", "low")}
-    if config.algorithm == "nft":
-        return nft.Config(
-            **common, kl_beta=beta, **config.nft.to_dict(),
-            awm=config.awm.to_dict(), dpo_beta=config.dpo.beta,
-        )  # fmt: skip
-    return grpo.Config(
-        **common, kl_beta=beta, kl_kind=config.kl.kind, clip=config.clip.to_dict(),
-        guard=config.guard, best_of=config.best_of, same_noise=config.same_noise,
-        recompute_old_logp=config.recompute_old_logp,
-    )  # fmt: skip
 
 
 def check_keys(config: dict, known: dict, where: str = "config") -> None:

@@ -522,8 +522,44 @@ def test_ode_step_keeps_the_noise_and_sde_step_replaces_it(rng):
     )
 
 
+def test_warm_start_by_hand_by_oracle_and_by_its_gradient(rng):
+    one = lambda value: jnp.full((1, 2), value)
+    # from 2 at σ 0.9 along 1 to σ 0.4: 1.5, one off 0.5
+    np.testing.assert_allclose(dmd2.ode_pair_loss(one(2.0), one(1.0), one(0.5), 0.9, 0.4), 1.0)
+    x, v, end = rng.normal(size=(3, 2, 4, 3)).astype(np.float32)
+    step = np.float64(x) - 0.5 * np.float64(v)
+    for first in (0, 1):
+        loss = lambda v, first=first: dmd2.ode_pair_loss(x, v, end, 0.9, 0.4, first=first)
+        error = (step - end)[:, first:]
+        np.testing.assert_allclose(loss(v), (error**2).mean(), rtol=1e-6)
+        gradient = jax.grad(loss)(v)
+        want = np.zeros(v.shape)
+        want[:, first:] = -0.5 * 2 * error / error.size
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-7)
+    assert dmd2.ode_pair_loss(x, v, jnp.asarray(x - 0.5 * v), 0.9, 0.4) < 1e-12
+
+
+def test_gan_losses_by_hand_by_oracle_and_by_their_gradients(rng):
+    fake, real = rng.normal(size=(2, 3, 5)).astype(np.float32)
+    soft = lambda x: np.log1p(np.exp(np.float64(x)))
+    zero = jnp.zeros((1, 2))
+    np.testing.assert_allclose(dmd2.gan_generator_loss(zero)[0], np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(dmd2.gan_critic_loss(zero, zero)[0], 2 * np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(dmd2.gan_generator_loss(fake)[0], soft(-fake).mean(), rtol=1e-6)
+    value = lambda fake, real: dmd2.gan_critic_loss(fake, real)[0]
+    np.testing.assert_allclose(value(fake, real), soft(fake).mean() + soft(-real).mean(), rtol=1e-6)
+    sigmoid = lambda x: 1 / (1 + np.exp(-np.float64(x)))
+    d_fake, d_real = jax.grad(value, (0, 1))(fake, real)
+    np.testing.assert_allclose(d_fake, sigmoid(fake) / fake.size, rtol=1e-5)
+    np.testing.assert_allclose(d_real, -sigmoid(-real) / real.size, rtol=1e-5)
+    student = jax.grad(lambda fake: dmd2.gan_generator_loss(fake)[0])(fake)
+    np.testing.assert_allclose(student, -sigmoid(-fake) / fake.size, rtol=1e-5)
+
+
 def test_wrong_arguments_are_errors():
     x = jnp.zeros((2, 3))
+    with pytest.raises(ValueError, match="shapes differ"):
+        dmd2.ode_pair_loss(x, x, x[:1], 0.9, 0.4)
     with pytest.raises(ValueError, match="shapes differ"):
         dmd2.generator_loss(x, x, x[:, :1], floor=1e-4)
     with pytest.raises(ValueError, match="dmd2.floor is -0.0001"):

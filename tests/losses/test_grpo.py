@@ -30,6 +30,29 @@ def _case(name, case):
     return {k.removeprefix(f"{case}_"): golden[k] for k in golden.files if k.startswith(f"{case}_")}
 
 
+def test_guard_by_hand_by_oracle_and_by_its_gradient(rng):
+    """At the sampling policy the gradient is that of −A·logp·std/h: plain policy gradient."""
+    B = 4
+    logp, old, adv = rng.normal(size=(3, B)).astype(np.float32) * 0.1
+    mean, mean_old = rng.normal(size=(2, B, 2, 3)).astype(np.float32) * 0.1
+    std, h = np.float32([0.5, 1, 2, 0.25]), np.float32([0.1, 0.2, 0.3, 0.4])
+    run = lambda logp, old, mean, mean_old: grpo.guard_loss(
+        logp, old, adv, mean, mean_old, std_B=std, h_B=h, clip=9.0
+    )[0]
+    ratio = np.exp((logp - old) * std + ((mean - mean_old) ** 2).mean((1, 2)) / (2 * std))
+    np.testing.assert_allclose(
+        run(logp, old, mean, mean_old), (-adv * np.float64(ratio) / h).mean(), rtol=1e-5
+    )
+    one = jnp.ones(1)
+    by_hand = grpo.guard_loss(
+        one * np.log(4), 0 * one, 2 * one, jnp.ones((1, 2)), jnp.zeros((1, 2)),
+        std_B=one / 2, h_B=one / 4, clip=99.0,
+    )[0]  # fmt: skip
+    np.testing.assert_allclose(by_hand, -2 * np.exp(np.log(4) / 2 + 1) * 4, rtol=1e-6)
+    gradient = jax.grad(run)(old, old, mean, mean)
+    np.testing.assert_allclose(gradient, -adv * std / h / B, rtol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["small_clip", "ratio_one", "wide", "big_drift", "kl", "kl_wan"])
 def test_policy_loss_gradient_and_statistics_equal_golden(x64, case):
     g = _case("loss", case)

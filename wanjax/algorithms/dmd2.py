@@ -40,6 +40,7 @@ from wanjax.models import condition, discriminator
 
 DATA = "either"  # prompts, or clips where the config names some
 SAMPLED, EVALUATED = "default", "ema"
+ROLES = ("teacher", "critic")  # beside the student
 ROLLOUTS = ("simulate", "data_latent")
 SOLVERS = ("euler", "renoise")  # ODE and SDE form of the few-step sampler
 PASSES = ("student", "critic", "warm")
@@ -87,6 +88,21 @@ class Batch:
     cond: Any  # {name: [B, ...]} or None
     version: int
     metrics: dict
+
+
+def make_config(config, roles: dict) -> Config:
+    """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
+    own, usual = config.dmd2.to_dict(), roles["teacher"].sampling.guidance
+    own["guidance"] = {e: w or getattr(usual, e) for e, w in own["guidance"].items()}
+    items = config.data.batch if config.data.path else config.prompts_per_step
+    shared = {key: config[key] for key in ("group_size", "micro_samples", "updates")}
+    return Config(items, **shared, **own)
+
+
+def sde_steps(setup: states.Setup, epoch: int):
+    """None beside those of the sampler itself."""
+    del setup, epoch
+    return ()
 
 
 @dataclass(frozen=True)
@@ -472,8 +488,9 @@ def _critic_loss(own, micro: _Micro, config: Config):
 def _warm_loss(own, micro: _Micro):
     x, level = micro.x["x"], micro.level
     v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
-    x_s, end = micro.made(flow.euler(x, v, level["sigma"], level["sigma_s"]), micro.x["end"])
-    value = ((x_s - end) ** 2).mean()
+    value = dmd2.ode_pair_loss(
+        x, v, micro.x["end"], level["sigma"], level["sigma_s"], first=micro.first
+    )
     return value, {"warm/loss": value}
 
 

@@ -23,6 +23,7 @@ from wanjax import state as states
 from wanjax.losses import grpo as losses
 
 DATA = "prompts"
+ROLES = ()  # beside the student
 SAMPLED = EVALUATED = "default"
 
 
@@ -47,6 +48,17 @@ class Config:
     recompute_old_logp: bool = (
         False  # score under the trainer's own forward instead of the rollout's
     )
+
+
+def make_config(config, roles: dict) -> Config:
+    """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
+    del roles
+    return Config(
+        **{key: config[key] for key in states.GROUP_KEYS}, kl_kind=config.kl.kind,
+        kl_beta={expert: config.kl[expert] for expert in ("high", "low")},
+        clip=config.clip.to_dict(), guard=config.guard, best_of=config.best_of,
+        same_noise=config.same_noise, recompute_old_logp=config.recompute_old_logp,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +92,7 @@ def check(setup: states.Setup) -> None:
             f"{tuple(k for k in sampler.KINDS if k != 'ode')}"
         )
     for epoch in range(setup.steps):  # windows are drawn, or walk on
-        groups = _slots(setup, _window(setup, epoch))
+        groups = _slots(setup, sde_steps(setup, epoch))
         if not any(groups.values()):
             raise ValueError(
                 f"sde.strategy {setup.sde.strategy.name!r} picks no step of the trained experts "
@@ -110,7 +122,7 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     config: Config = setup.algorithm
     step, K = int(state.step), config.group_size
     samples = len(item.texts) * K
-    steps_W = _window(setup, step)
+    steps_W = sde_steps(setup, step)
     slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
     policy = states.rollout_params(state, SAMPLED)
@@ -157,7 +169,7 @@ def forwards(setup: states.Setup) -> dict[str, int]:
     rescored = config.recompute_old_logp and config.updates > 1
     update = sum(
         len(slots) * passes[e] * (3 + (config.kl_beta[e] != 0) + rescored)
-        for e, slots in _slots(setup, _window(setup, 0)).items()
+        for e, slots in _slots(setup, sde_steps(setup, 0)).items()
     )
     kept = config.best_of or config.group_size
     prompts = config.prompts_per_step
@@ -325,7 +337,8 @@ def _replay_data(setup, batch):
     return data | ({"mean_WB": trajectory.mean} if setup.algorithm.guard else {})
 
 
-def _window(setup, epoch: int) -> np.ndarray:
+def sde_steps(setup, epoch: int) -> np.ndarray:
+    """Steps of an epoch's rollouts that are stochastic, and trained on."""
     return schedule.sde_steps(
         setup.sampling.schedule, setup.sde.strategy, epoch=epoch, seed=setup.seed
     )

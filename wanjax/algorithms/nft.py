@@ -27,6 +27,7 @@ from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
 
 DATA = "prompts"
+ROLES = ()  # beside the student
 SAMPLED, EVALUATED = "old", "ema"
 LOSSES = ("nft", "awm", "dpo")
 
@@ -54,6 +55,16 @@ class Config:
     ema_decay: float = 0.9  # cap of the evaluation average
     sde: bool = False  # rollouts take the stochastic steps of config.sde; else the solver alone
     train_guidance: bool = False  # allow guidance != 1: the loss then sees guided velocities
+
+
+def make_config(config, roles: dict) -> Config:
+    """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
+    del roles
+    return Config(
+        **{key: config[key] for key in states.GROUP_KEYS}, **config.nft.to_dict(),
+        kl_beta={expert: config.kl[expert] for expert in ("high", "low")},
+        awm=config.awm.to_dict(), dpo_beta=config.dpo.beta,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +103,7 @@ def check(setup: states.Setup) -> None:
         raise ValueError(f"config.nft.mode is {config.mode!r}; expected one of {nft.MODES}")
     if config.old_decay not in nft.OLD_DECAYS:
         raise ValueError(f"config.nft.old_decay is {config.old_decay}; expected 0, 1 or 2")
-    _stochastic(setup, 0)
+    sde_steps(setup, 0)
     if config.sde and setup.sde.kind not in sampler.STOCHASTIC:
         raise ValueError(
             f"config.sde.kind is {setup.sde.kind!r}; config.nft.sde needs one of "
@@ -127,7 +138,10 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
     policy = states.rollout_params(state, SAMPLED)
     ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
-    stochastic_I = _stochastic(setup, step)
+    stochastic_I = None
+    if config.sde:
+        steps = np.arange(setup.sampling.schedule.steps)
+        stochastic_I = jnp.asarray(np.isin(steps, sde_steps(setup, step)))
     latents = [
         states.sample_latents(
             policy, ctx_BSE[first : first + size], tools.uncond_1SE, key,
@@ -150,13 +164,12 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, found | times)
 
 
-def _stochastic(setup: states.Setup, epoch: int):
-    """bool [steps], whether a step of an epoch's rollouts is stochastic; None for none."""
+def sde_steps(setup: states.Setup, epoch: int):
+    """Steps of an epoch's rollouts that are stochastic."""
     if not setup.algorithm.sde:
-        return None
+        return ()
     plan = setup.sampling.schedule
-    steps = schedule.sde_steps(plan, setup.sde.strategy, epoch=epoch, seed=setup.seed)
-    return jnp.asarray(np.isin(np.arange(plan.steps), steps))
+    return schedule.sde_steps(plan, setup.sde.strategy, epoch=epoch, seed=setup.seed)
 
 
 def forwards(setup: states.Setup) -> dict[str, int]:

@@ -27,6 +27,7 @@ from wanjax.losses import flow
 from wanjax.models import condition
 
 DATA = "latents"
+ROLES = ()  # beside the student
 SAMPLED = EVALUATED = "default"
 WEIGHTINGS = ("none", "bell")
 
@@ -46,6 +47,22 @@ class Config:
     bins: int = 4  # of t in each expert's range, for validation
     group_size: int = 1  # as the other algorithms have them
     updates: int = 1
+
+
+def make_config(config, roles: dict) -> Config:
+    """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
+    del roles
+    own = config.sft.to_dict()
+    density = flow.Density(*(own.pop(key) for key in ("density", "mean", "std", "scale")))
+    micro = {key: config[key] for key in ("micro_samples", "micro_steps", "mix_experts")}
+    dropout = config.data.caption_dropout
+    return Config(config.data.batch, density=density, caption_dropout=dropout, **micro, **own)
+
+
+def sde_steps(setup: states.Setup, epoch: int):
+    """None: samples follow the solver alone."""
+    del setup, epoch
+    return ()
 
 
 @dataclass(frozen=True, eq=False)

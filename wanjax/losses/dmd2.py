@@ -75,6 +75,15 @@ def phased_noise(x_s, noise, sigma_t, sigma_s):
     return alpha * x_s + beta * noise, gain * noise - x_s / (1 - s_s)
 
 
+def ode_pair_loss(x, v, end, sigma, sigma_s, *, first: int = 0):
+    """Warm start on pairs of the teacher's trajectory (Self-Forcing, 2506.08009): mean squared
+    distance of the student's one step from x at σ to σ_s from the pair's `end`, all [B, T, ...];
+    the first frames may be given and are left out."""
+    flow.check_shapes(x=x, end=end)
+    step, end = flow.wide(flow.euler(x, v, sigma, sigma_s), end)
+    return jnp.square(step - end)[:, first:].mean()
+
+
 def gan_generator_loss(fake_BL):
     """mean softplus(−logit of student clips); returns (loss, aux)."""
     loss = jax.nn.softplus(-_wide(fake_BL)).mean()
