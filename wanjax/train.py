@@ -104,7 +104,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     roles, role_models = _load_roles(config, model, mesh, load)
     setup = make_setup(config, model, role_models)
     algorithm.check(setup)
-    eval_setup = evaluation_setup(config, setup)
+    eval_setup = _evaluation_setup(config, setup)
     _check_mesh(setup, mesh)
     if source:
         stream = _latent_stream(config, source, params, model)
@@ -490,7 +490,7 @@ def _sampling(plan, guidance, model: presets.ModelConfig) -> states.SamplingConf
     )
 
 
-def evaluation_setup(config, setup: states.Setup) -> states.Setup:
+def _evaluation_setup(config, setup: states.Setup) -> states.Setup:
     """The setup with the sampler that config.eval asks for; the run's own where it asks nothing."""
     own = {key: config.eval[key] for key in ("steps", "grid", "solver") if config.eval[key]}
     scales = {e: scale for e, scale in config.eval.guidance.items() if scale}
