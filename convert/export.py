@@ -182,6 +182,8 @@ def write(checkpoint: disk.Checkpoint, out, layout: str, dtype: str | None = Non
             _write_comfyui(checkpoint, tensors, folder, dtype)
         else:
             _write_orbax(checkpoint, tensors, folder)
+        said = {k: checkpoint.extra[k] for k in ("sampler", "few_step") if k in checkpoint.extra}
+        weights.write_sampler(folder, said)
 
 
 def _write_diffusers(checkpoint, tensors, folder: pathlib.Path) -> None:

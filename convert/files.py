@@ -460,6 +460,19 @@ def fill(jobs: Iterable[tuple[Tensor, Index, np.ndarray]]) -> None:
         future.result()
 
 
+def ahead(read: Callable, items: Iterable) -> Iterator:
+    """read(item) of each item in order, the next one being read while the caller has one."""
+    with futures.ThreadPoolExecutor(1) as reader:
+        pending = None
+        for item in items:
+            following = reader.submit(read, item)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
+
+
 # ---- safetensors out ----
 
 

@@ -213,8 +213,8 @@ def _shards(path: str, parts: list[files.Tensor], box: Bounds, groups: dict, dty
     """Read the range `box` of a leaf and put the range of each group on each of its devices.
 
     Chunks along the leading axis bound the host memory: layers of a stack, or rows of a leaf that
-    has its torch layout; a kernel outside a stack is one chunk. No transfer is in flight while the
-    next chunk is read.
+    has its torch layout; a kernel outside a stack is one chunk. The next chunk is read while one is
+    sent, and only one.
     """
     axes = names.permutation(path, len(parts[0].shape))
     stacked = names.stack_root(path) is not None
@@ -227,7 +227,8 @@ def _shards(path: str, parts: list[files.Tensor], box: Bounds, groups: dict, dty
         first, inner = (bounds[0], bounds[1:]) if stacked or rows else ((0, 1), bounds)
         return first, [inner[axes.index(k)] for k in range(len(axes))]
 
-    def read(lo: int, hi: int) -> np.ndarray:
+    def read(lo: int) -> np.ndarray:
+        hi = min(lo + step, last)
         raw = np.empty((hi - lo, *(s.stop - s.start for s in at)), _common(parts))
         if rows:
             files.fill([(parts[0], (slice(lo, hi), *at), raw)])
@@ -241,8 +242,8 @@ def _shards(path: str, parts: list[files.Tensor], box: Bounds, groups: dict, dty
     size = math.prod(s.stop - s.start for s in at) * _common(parts).itemsize
     step = max(1, _CHUNK // max(1, size))
     arrays: dict[Bounds, list] = {}
-    for lo in range(first, last, step):
-        raw = read(lo, min(lo + step, last))
+    starts = range(first, last, step)
+    for lo, raw in zip(starts, files.ahead(read, starts), strict=True):
         for bounds, devices in groups.items():
             local = tuple(hi - lo for lo, hi in bounds)
             (start, stop), own = leading(bounds)
@@ -477,6 +478,25 @@ def write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) -
         dump_json(folder / "image_processor/preprocessor_config.json", processor)
         index["image_processor"] = ["transformers", "CLIPImageProcessor"]
         dump_json(folder / "model_index.json", dict(sorted(index.items())))
+
+
+def write_sampler(folder: pathlib.Path, said: dict) -> None:
+    """Add to wanjax.json of a folder, in any layout, how a trained model samples.
+
+    said: {"sampler": note of wanjax.sample, "few_step": settings of convert/few_step.py}, or less;
+    the second also makes that file the scheduler of a diffusers folder.
+    """
+    if not said:
+        return
+    dump_json(folder / "wanjax.json", disk.read_json(folder / "wanjax.json") | said)
+    if "few_step" not in said or not (folder / "model_index.json").is_file():
+        return
+    index = disk.read_json(folder / "model_index.json")
+    index |= {"scheduler": ["few_step", "FewStepScheduler"]}
+    index |= {"boundary_ratio": said["sampler"]["boundary"]}
+    dump_json(folder / "model_index.json", index)
+    dump_json(folder / "scheduler/scheduler_config.json", said["few_step"])
+    shutil.copy(pathlib.Path(__file__).with_name("few_step.py"), folder / "scheduler")
 
 
 if __name__ == "__main__":

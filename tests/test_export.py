@@ -2,6 +2,10 @@
 
 import functools
 import json
+import os
+import pathlib
+import re
+import shutil
 
 import diffusers
 import jax
@@ -10,14 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from convert import lora
+from convert import disk, few_step, lora, weights
+from convert import export as convert_export
 from tests import tiny
 from wanjax import checkpoint, export, sample, sampler, schedule, train, trees
 from wanjax import state as states
+from wanjax.data import video
 from wanjax.models import lora as lora_layers
 from wanjax.models import presets
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
+README = pathlib.Path(__file__).parents[1] / "convert/README.md"
+SIZE = ("--prompt", "red circle", "--height", "16", "--width", "16", "--frames", "5", "--seed", "3")
 
 
 def _setup(model, **changes):
@@ -26,77 +34,164 @@ def _setup(model, **changes):
     return states.sampling_setup(model, tiny.make_setup(model, **given).sampling)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The diffusers folder of a run that trained the high expert's full weights."""
-    where = tmp_path_factory.mktemp("export")
-    path = tiny.save_model(where)
-    params, model = sample.load_model(path)
-    note = sample.sampler_note(_setup(model))
-    run = where / "run"
-    run.mkdir()
-    config = {"lora": {"rank": 0, "start": []}, "model": {"path": path}}
+def _run(folder, model, note, rank, **trees):
+    """A folder that is as much of a DMD2 run as an export reads."""
+    (run := folder / "run").mkdir(parents=True)
+    config = {"lora": {"rank": rank, "start": []}, "model": {"path": model}, "algorithm": "dmd2"}
     checkpoint.write_json(run / "config.json", config)
     checkpoint.write_json(run / "sampler.json", note)
-    trained = {"high": jax.tree.map(lambda x: x * 1.25, params["high"])}
-    checkpoint.save(run, 7, {"trained": {"high": params["high"]}, "ema": trained}, {})
+    checkpoint.save(run, 7, trees, {})
+    return run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(path, params, ModelConfig) of the random two-expert model."""
+    path = tiny.save_model(tmp_path_factory.mktemp("base"))
+    return path, *sample.load_model(path)
+
+
+@pytest.fixture(scope="module")
+def folder(base, tmp_path_factory):
+    """The diffusers folder of a run that trained the high expert's full weights."""
+    path, params, model = base
+    where, high = tmp_path_factory.mktemp("export"), params["high"]
+    trained = {"high": jax.tree.map(lambda x: x * 1.25, high)}
+    note = sample.sampler_note(_setup(model))
+    run = _run(where, path, note, 0, trained={"high": high}, ema=trained)
     (out,) = export.export(run, "diffusers", where / "student")
     return out
 
 
-def test_the_folder_holds_the_averaged_weights_and_the_sampler(folder):
+def _with_solver(folder, out, **changes):
+    """A copy of a student's folder (weights linked) that says another sampler."""
+    shutil.copytree(folder, out, copy_function=os.symlink)
+    for name in ("wanjax.json", "model_index.json", "scheduler/scheduler_config.json"):
+        (out / name).unlink()
+        (out / name).write_bytes((folder / name).read_bytes())
+    (out / "scheduler/few_step.py").unlink()
+    note = sample.sampler_note(_setup(tiny.MODEL, **changes))
+    weights.write_sampler(out, {"sampler": note, "few_step": export._few_step(note)})
+    return out
+
+
+def _ours(monkeypatch, out, *flags):
+    """Frames that `python -m wanjax.sample` shows with these flags alone."""
+    shown = []
+    monkeypatch.setattr(video, "write_mp4", lambda path, frames, fps: shown.append(frames))
+    sample.main([*flags, *SIZE, "--out", str(out)])
+    return shown[0]
+
+
+def _theirs(monkeypatch, cache, number, names):
+    """Frames of a piece of code in convert/README.md, the names in it replaced, from our noise."""
+    monkeypatch.setattr(diffusers.utils.dynamic_modules_utils, "HF_MODULES_CACHE", str(cache))
+    key, ids, shape = jax.random.key(3), jnp.arange(1), (2, 2, 2, 4)
+    draws = iter(range(5))
+
+    def noise(*args, **given):
+        drawn = sampler._noise(key, ids, next(draws), shape)
+        return torch.from_numpy(np.asarray(drawn).transpose(0, 4, 1, 2, 3).copy())
+
+    size = dict(height=16, width=16, num_frames=5, max_sequence_length=tiny.WAN.text_len)
+    call = functools.partialmethod(diffusers.WanPipeline.__call__, latents=noise(), **size)
+    monkeypatch.setattr(diffusers.WanPipeline, "__call__", call)
+    euler = diffusers.schedulers.scheduling_flow_match_euler_discrete
+    monkeypatch.setattr(euler, "randn_tensor", noise)  # of fresh noise a step
+    code = re.findall(r"```python\n(.+?)```", README.read_text(encoding="utf-8"), re.DOTALL)[number]
+    for name, given in {"PROMPT": "red circle", **names}.items():
+        assert f'"{name}' in code
+        code = code.replace(f'"{name}', f'"{given}')
+    exec(code, scope := {})
+    return scope["video"]
+
+
+def _assert_same_frames(theirs, ours):
+    assert theirs.shape == ours.shape == (5, 16, 16, 3)
+    assert np.ptp(ours.astype(int)) > 20  # there is something to compare
+    # ours are rounded to whole levels of 255; before that they differ by 2e-3 at most
+    assert np.abs(theirs * 255 - ours).max() <= 0.5 + 255 * 2e-3
+
+
+def test_the_folder_holds_the_averaged_weights_and_the_sampler(base, folder):
     params, model = sample.load_model(folder)
-    base = tiny.parameters(0, tiny.MODEL)
     kernel = lambda tree: np.asarray(tree["blocks"]["attn1"]["to_q"]["kernel"])
-    np.testing.assert_allclose(kernel(params["high"]), 1.25 * kernel(base["high"]), rtol=1e-6)
-    np.testing.assert_array_equal(kernel(params["low"]), kernel(base["low"]))
+    np.testing.assert_allclose(kernel(params["high"]), 1.25 * kernel(base[1]["high"]), rtol=1e-6)
+    np.testing.assert_array_equal(kernel(params["low"]), kernel(base[1]["low"]))
     note = json.loads((folder / "wanjax.json").read_text())["sampler"]
     assert note == sample.sampler_note(_setup(model))
     assert note["sigmas"] == [1.0, 0.9, 0.75, 0.5] and note["boundary"] == 0.875
     assert note["guidance"] == {"high": 1.0, "low": 1.0} and note["solver"] == "euler"
 
 
-def test_diffusers_gives_the_same_frames_under_the_levels_of_the_note(folder):
-    params, model = sample.load_model(folder)
-    setup = _setup(model, sampling__batch=1)
-    note = json.loads((folder / "wanjax.json").read_text())["sampler"]
-    ctx, null = tiny.contexts(1, 40)
-    policy = {expert: (params[expert], {}) for expert in model.experts}
-    ours = sample.generate(setup, policy, params["vae"], np.asarray(ctx), null, seed=3)
-    noise = sampler.initial_noise(jax.random.key(3), jnp.arange(1), states.latent_shape(setup))
-
-    pipe = diffusers.WanPipeline.from_pretrained(folder, text_encoder=None, tokenizer=None)
-    pipe.set_progress_bar_config(disable=True)
-    plain = pipe.scheduler.set_timesteps
-    pipe.scheduler.set_timesteps = functools.partial(plain, sigmas=note["sigmas"])
-    theirs = pipe(
-        prompt_embeds=torch.from_numpy(np.array(ctx)),
-        height=16,
-        width=16,
-        num_frames=5,
-        num_inference_steps=note["steps"],
-        guidance_scale=1.0,
-        latents=torch.from_numpy(np.asarray(noise).transpose(0, 4, 1, 2, 3).copy()),
-        output_type="np",
-    ).frames
-    assert theirs.shape == ours.shape == (1, 5, 16, 16, 3)
-    assert np.ptp(ours) > 20  # there is something to compare
-    assert np.abs(np.round(theirs * 255) - ours).max() <= 1
+@pytest.mark.parametrize("solver", ["euler", "renoise"])
+def test_diffusers_runs_a_students_folder_as_wanjax_does(folder, tmp_path, monkeypatch, solver):
+    """By the lines of convert/README.md; of fresh noise, both get the same."""
+    student = _with_solver(folder, tmp_path / "student", sampling__solver=solver)
+    ours = _ours(monkeypatch, tmp_path, "--model", str(student))
+    theirs = _theirs(monkeypatch, tmp_path / "modules", 0, {"STUDENT": student})
+    _assert_same_frames(theirs, ours)
 
 
-def test_a_student_with_fresh_noise_gets_the_scheduler_that_renoises(folder, tmp_path):
+def test_a_students_sampler_survives_every_layout(folder, tmp_path):
+    at = folder
+    for layout in ("original", "comfyui", "diffusers"):
+        convert_export.write(disk.read(at), tmp_path / layout, layout)
+        at = tmp_path / layout
     for name in ("wanjax.json", "model_index.json", "scheduler/scheduler_config.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    note = sample.sampler_note(_setup(tiny.MODEL, sampling__solver="renoise"))
-    export._set_sampler(tmp_path, note)
-    made = diffusers.FlowMatchLCMScheduler.from_pretrained(tmp_path / "scheduler")
-    made.set_timesteps(sigmas=note["sigmas"])
-    x, v = torch.ones(1, 3), torch.full((1, 3), 0.5)
-    got = made.step(v, made.timesteps[1], x, generator=torch.Generator().manual_seed(0))
-    noise = torch.randn(1, 3, generator=torch.Generator().manual_seed(0))
-    want = 0.25 * (x - 0.9 * v) + 0.75 * noise
-    np.testing.assert_allclose(got.prev_sample, want, rtol=1e-6)
+        said = [json.loads((where / name).read_text()) for where in (folder, at)]
+        assert said[0] == said[1]
+    assert (at / "scheduler/few_step.py").is_file()
+
+
+@pytest.mark.parametrize("solver", ["euler", "renoise"])
+def test_diffusers_runs_a_students_adapters_as_wanjax_does(base, tmp_path, monkeypatch, solver):
+    """By the lines of convert/README.md: the files and their base, nothing else."""
+    path, params, model = base
+    adapters = {
+        expert: trees.map_paths(
+            lambda path, x: x + 0.1 if path.endswith("/b") else x,
+            lora_layers.init(jax.random.key(i), params[expert], rank=2, alpha=4.0),
+        )
+        for i, expert in enumerate(model.experts)
+    }
+    changes = dict(sampling__solver=solver, schedule__boundary=0.95)  # the base has 0.875
+    note = sample.sampler_note(_setup(model, **changes))
+    run = _run(tmp_path, path, note, 2, trained=adapters)
+    files = export.export(run, "diffusers", tmp_path)
+    flags = [flag for file in files for flag in ("--lora", str(file))]
+    ours = _ours(monkeypatch, tmp_path, "--model", path, *flags)
+    theirs = _theirs(monkeypatch, tmp_path, 1, {"BASE": path, "x_": f"{tmp_path}/run_"})
+    _assert_same_frames(theirs, ours)
+
+
+def test_the_students_scheduler_has_the_levels_in_float32_and_refuses_other_steps(folder):
+    made = few_step.FewStepScheduler.from_pretrained(folder / "scheduler")
+    made.set_timesteps(4)
+    np.testing.assert_array_equal(made.sigmas, np.float32([1.0, 0.9, 0.75, 0.5, 0.0]))
+    np.testing.assert_array_equal(made.timesteps, np.float32([1000, 900, 750, 500]))
+    with pytest.raises(ValueError, match="is 50 .* pass num_inference_steps=4$"):
+        made.set_timesteps(50)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        diffusers.WanPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(schedule__sigmas=(1.0, 0.8, 0.7, 0.3)),  # 0.7 at shift 3 is 0.875 less a rounding
+    dict(schedule__sigmas=(1.0, 0.5, 0.3, 0.1), schedule__shift=7.0),  # 0.5 at 7 is on 0.875
+    dict(schedule__grid="simple", schedule__sigmas=None),
+    dict(schedule__grid="unipc", schedule__sigmas=None, schedule__steps=8),  # integer t
+])  # fmt: skip
+def test_diffusers_takes_the_students_levels_and_experts_of_any_list(folder, tmp_path, changes):
+    student = _with_solver(folder, tmp_path / "student", **changes)
+    plan = _setup(tiny.MODEL, **changes).sampling.schedule
+    made = few_step.FewStepScheduler.from_pretrained(student / "scheduler")
+    made.set_timesteps(plan.steps)
+    np.testing.assert_allclose(made.sigmas, plan.sigmas, rtol=1e-7)
+    np.testing.assert_allclose(made.timesteps, plan.timesteps, rtol=1e-7)
+    boundary = json.loads((student / "model_index.json").read_text())["boundary_ratio"]
+    assert [bool(t >= boundary * 1000) for t in made.timesteps] == plan.expert.tolist()
+    assert boundary == 0.875
 
 
 def test_levels_survive_the_file_bit_for_bit():

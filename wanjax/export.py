@@ -12,8 +12,10 @@ import json
 import pathlib
 import sys
 
+import numpy as np
+
 from convert import lora, weights
-from wanjax import checkpoint, trees
+from wanjax import checkpoint, schedule, trees
 
 
 def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
@@ -45,27 +47,31 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
         )
     params, model = weights.load(config["model"]["path"])
     weights.save_diffusers({**params, **trained}, model, out)
-    _set_sampler(pathlib.Path(out), sampler)
+    listed = sampler["grid"] == "explicit" and sampler["solver"] in ("euler", "renoise")
+    few = {"few_step": _few_step(sampler)} if listed or config["algorithm"] == "dmd2" else {}
+    weights.write_sampler(pathlib.Path(out), {"sampler": sampler, **few})
     return [pathlib.Path(out)]
 
 
-def _set_sampler(folder: pathlib.Path, sampler: dict) -> None:
-    """Say in a diffusers folder how the run samples; a few-step student also gets its scheduler.
+def _few_step(sampler: dict) -> dict:
+    """Settings of convert/few_step.py, the scheduler of diffusers for this sampler.
 
-    A scheduler of diffusers keeps no list of levels; it takes "sigmas" of wanjax.json by
-    scheduler.set_timesteps = functools.partial(scheduler.set_timesteps, sigmas=sigmas).
+    None of diffusers' own schedulers keeps a list of levels.
     """
-    extra = json.loads((folder / "wanjax.json").read_text(encoding="utf-8"))
-    weights.dump_json(folder / "wanjax.json", extra | {"sampler": sampler})
-    if "sigmas" not in sampler:
-        return
-    euler, lcm = "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler"
-    name = lcm if sampler["solver"] == "renoise" else euler
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    index |= {"scheduler": ["diffusers", name], "boundary_ratio": sampler["boundary"]}
-    weights.dump_json(folder / "model_index.json", index)
-    scheduler = {"_class_name": name, "num_train_timesteps": 1000, "shift": 1.0}
-    weights.dump_json(folder / "scheduler/scheduler_config.json", scheduler)
+    levels = sampler["sigmas"] if sampler["grid"] == "explicit" else None
+    boundary, shift = sampler["boundary"], 1.0 if levels else sampler["shift"]
+    plan = schedule.make_schedule(sampler["grid"], sampler["steps"], shift, boundary, levels)
+    # diffusers picks the expert in float32, where a t just below the boundary would be on it
+    below = np.nextafter(np.float32(1000 * (boundary or 1)), np.float32(0))
+    t_I = plan.timesteps.astype(np.float32)
+    t_I = np.where(plan.expert, t_I, np.minimum(t_I, below))
+    return {
+        "_class_name": "FewStepScheduler",
+        "num_train_timesteps": 1000,
+        "sigmas": plan.sigmas[:-1].tolist(),
+        "timesteps": t_I.tolist(),
+        "stochastic_sampling": sampler["solver"] == "renoise",
+    }
 
 
 def main(argv=None) -> None:

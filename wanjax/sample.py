@@ -143,7 +143,7 @@ def _run(args) -> None:
     guidance = presets.Guidance(
         pick(args.guidance_high, scales["high"]), pick(args.guidance_low, scales["low"])
     )
-    levels = note.get("sigmas")
+    levels = note.get("sigmas") if note.get("grid") == "explicit" else None
     plan = schedule.make_schedule(
         note.get("grid") or args.grid or ("unipc" if solver == "unipc" else "simple"),
         note.get("steps") or pick(args.steps, defaults.steps),
@@ -204,21 +204,19 @@ def _images(args, model, sampling) -> list[np.ndarray]:
 
 
 def sampler_note(setup) -> dict:
-    """How a trained model is to be sampled, as exports say it: the levels themselves (sigmas, with
-    the shift applied) of an explicit grid, else what makes them."""
+    """How a trained model is to be sampled, as exports say it: what makes the levels, and the
+    levels themselves (sigmas, with the shift applied)."""
     sampling = setup.sampling
     plan = sampling.schedule
-    note = {
+    return {
         "grid": plan.grid,
         "steps": plan.steps,
         "shift": plan.shift,
         "boundary": plan.boundary,
         "solver": sampling.solver,
         "guidance": dataclasses.asdict(sampling.guidance),
+        "sigmas": plan.sigmas[:-1].tolist(),
     }
-    if plan.grid == "explicit":
-        note["sigmas"] = plan.sigmas[:-1].tolist()
-    return note
 
 
 def _sampler_note(args) -> dict:
