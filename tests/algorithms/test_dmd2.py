@@ -374,25 +374,86 @@ def test_a_small_student_learns_from_a_large_two_expert_teacher():
     assert any("params/teacher/low" in r and r.endswith("frozen") for r in table.split("\n"))
 
 
+# both experts with adapters; the high one's pairs end at σ_s = 0.75, where the low one begins
+WARM = _setup(
+    dmd2__warm_steps=2, dmd2__warm_substeps=2, dmd2__guidance={"high": 3.0, "low": 2.0}
+)  # fmt: skip
+
+
+@functools.cache
+def _warm():
+    """A state of WARM whose student has moved, and its batch."""
+    state = _start(WARM)
+    moved = _stir(states.trainable(state, WARM), 7)
+    state = states.replace_trainable(state, WARM, moved)
+    return state, _collect(WARM, state)
+
+
 def test_pairs_lie_on_the_teachers_own_trajectory():
     setup, found, _ = _distilled()
-    batch = _collect(setup, found[0])
-    exit_step, _ = dmd2._draw(setup, 0, "high", "warm")
-    fine = dmd2._fine(setup)
-    assert fine.steps == 8 and set(fine.expert) == {0, 1}
-    np.testing.assert_allclose(fine.sigmas[::2], setup.sampling.schedule.sigmas, atol=1e-12)
-    teacher = _base()
-    x = sampler.initial_noise(
-        dmd2._key(setup, 0, "high", "warm", 0), jnp.arange(4), states.latent_shape(setup)
-    )
-    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
-    for i in range(8):
-        if i == 2 * exit_step:
-            np.testing.assert_allclose(batch.latents["warm"]["high"]["x"], x, atol=1e-4)
-        params, t = teacher[schedule.expert_name(fine, i)], jnp.full(4, fine.timesteps[i])
-        cond, uncond = (_denoise(params, {}, x, t, ctx) for ctx in (batch.ctx_BSE, null))
-        x = x + (fine.sigmas[i + 1] - fine.sigmas[i]) * (uncond + 4.0 * (cond - uncond))
-    np.testing.assert_allclose(batch.latents["warm"]["high"]["end"], x, atol=1e-3)
+    alone = setup, _collect(setup, found[0])
+    for (setup, batch), expert, end in (
+        (alone, "high", 8), ((WARM, _warm()[1]), "high", 4), ((WARM, _warm()[1]), "low", 8),
+    ):  # fmt: skip
+        exit_step, _ = dmd2._draw(setup, 0, expert, "warm")
+        fine = dmd2._fine(setup)
+        assert fine.steps == 8 and set(fine.expert) == {0, 1}
+        np.testing.assert_allclose(fine.sigmas[::2], setup.sampling.schedule.sigmas, atol=1e-12)
+        x = sampler.initial_noise(
+            dmd2._key(setup, 0, expert, "warm", 0), jnp.arange(4), states.latent_shape(setup)
+        )
+        null, teacher = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape), _base()
+        for i in range(end):
+            if i == 2 * exit_step:
+                np.testing.assert_allclose(batch.latents["warm"][expert]["x"], x, atol=1e-4)
+            name, t = schedule.expert_name(fine, i), jnp.full(4, fine.timesteps[i])
+            cond, uncond = (_denoise(teacher[name], {}, x, t, c) for c in (batch.ctx_BSE, null))
+            v = uncond + setup.algorithm.guidance[name] * (cond - uncond)
+            x = x + (fine.sigmas[i + 1] - fine.sigmas[i]) * v
+        np.testing.assert_allclose(batch.latents["warm"][expert]["end"], x, atol=1e-3)
+
+
+def test_warm_start_regresses_each_expert_to_the_end_of_its_own_steps():
+    """Loss and gradient of both adapters against an oracle, then who moves and that losses fall."""
+    state, batch = _warm()
+    assert set(batch.latents) == {"warm"} and dmd2._passes(WARM, 2) == ["student", "critic"]
+
+    @jax.jit
+    def oracle(adapter, base, pair, sigma, sigma_s):
+        t_B = jnp.full(4, 1000 * sigma)
+        v = wan.denoise(base, adapter, pair["x"], t_B, batch.ctx_BSE, config=tiny.WAN)
+        return jnp.square(pair["x"] + (sigma_s - sigma) * v - pair["end"]).mean()
+
+    after, metrics = _update(WARM, state, batch)
+    for expert, sigma_s in (("high", 0.75), ("low", 0.0)):
+        exit_step, _ = dmd2._draw(WARM, 0, expert, "warm")
+        rest = state.params["student"][expert], batch.latents["warm"][expert]
+        sigma = WARM.sampling.schedule.sigmas[exit_step]
+        loss, grad = jax.value_and_grad(oracle)(
+            state.adapters["default"][expert], *rest, sigma, sigma_s
+        )
+        np.testing.assert_allclose(metrics[f"warm/loss/{expert}"], loss, rtol=1e-4)
+        np.testing.assert_allclose(metrics[f"grad_norm/{expert}"], optax.tree.norm(grad), rtol=1e-4)
+        assert not _equal(after.adapters["default"][expert], state.adapters["default"][expert])
+    assert _equal(after.params, state.params)
+    assert _equal(after.adapters["critic"], state.adapters["critic"])
+    assert _equal(after.adapters["ema"], after.adapters["default"])
+    _, later = dmd2.update(after.replace(step=state.step), WARM, batch)
+    assert all(later[f"warm/loss/{e}"] < metrics[f"warm/loss/{e}"] for e in BOTH)
+
+
+def test_texts_may_have_other_rows_than_the_negative_prompt():
+    """Rows that are missing are rows of zeros."""
+    (state, _), (ctx, uncond), vae = _warm(), tiny.contexts(), tiny.parameters()["vae"]
+    for short in (dict(ctx=ctx[:, :3]), dict(uncond=uncond[:, :3])):
+        padded = {name: jnp.pad(a, ((0, 0), (0, 2), (0, 0))) for name, a in short.items()}
+        found = []
+        for rows in (short, padded):
+            texts = dict(ctx=ctx, uncond=uncond) | rows
+            tools = states.Tools(vae, texts["uncond"])
+            batch = dmd2.collect(state, WARM, states.Item(["a", "b"], texts["ctx"]), tools)
+            found.append((batch.latents, batch.ctx_BSE, batch.uncond_1SE))
+        assert _equal(*found)
 
 
 def test_fresh_noise_and_real_latents():

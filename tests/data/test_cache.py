@@ -5,17 +5,19 @@ import functools
 import json
 import shutil
 
+import diffusers
 import imageio.v3 as iio
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from tests import tiny
-from wanjax import sample, sharding
+from wanjax import sample, sharding, train
 from wanjax.data import __main__ as command
-from wanjax.data import cache, video
+from wanjax.data import cache, latents, video
 from wanjax.models import vae
 
 SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
@@ -95,6 +97,54 @@ def test_arrays_are_those_of_the_models_own_encoders(built, clips, model):
     np.testing.assert_allclose(rows, encode(["red circle"])[0, : len(rows)], atol=1e-5)
     known = cache.header(out / "clips" / f"{outcome.key}.safetensors")
     assert (known["caption"], known["fps"], known["bucket"]) == ("red circle", 24, "5x24x32")
+
+
+I2V = dataclasses.replace(
+    tiny.MODEL, wan=dataclasses.replace(tiny.WAN, in_channels=12),
+    vae=dataclasses.replace(tiny.VAE, latents_mean=(1.0, 2.0, 3.0, 4.0), latents_std=(0.5,) * 4),
+)  # fmt: skip
+TI2V = dataclasses.replace(
+    tiny.MODEL, experts=("high",), boundary=None,
+    wan=dataclasses.replace(tiny.WAN, in_channels=48, out_channels=48),
+    vae=dataclasses.replace(
+        tiny.VAE, z_dim=48, is_residual=True, latents_mean=(0.3,) * 48, latents_std=(1.5,) * 48
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [I2V, TI2V], ids=["i2v", "ti2v"])
+def test_the_first_frame_that_the_trainer_gets_is_diffusers_encoding_of_it(clips, tmp_path, model):
+    source, out = tmp_path / "clips", tmp_path / "cache"
+    source.mkdir()
+    for name in ("five.mp4", "five.txt", "one.mp4", "one.txt"):
+        shutil.copy(clips / name, source)
+    path = tiny.save_model(tmp_path, model)
+    frames = ["--frames", "5"] + ["--frames", "1"] * (model is TI2V)
+    flags = ["--model", path, "--out", str(out), "--fps", "keep", "--size", "24x32", *frames]
+    command.main(["cache", str(source), *flags])
+
+    x_BTHWC = np.zeros((1, 5 if model is I2V else 1, 24, 32, 3), np.float32)  # 0 is grey
+    x_BTHWC[0, 0] = iio.imread(clips / "five.mp4")[0] / 127.5 - 1
+    coder = diffusers.AutoencoderKLWan.from_pretrained(f"{path}/vae")
+    with torch.no_grad():
+        z = coder.encode(torch.from_numpy(np.moveaxis(x_BTHWC, -1, 1))).latent_dist.mode().numpy()
+    want = (np.moveaxis(z, 1, -1) - model.vae.latents_mean) / model.vae.latents_std
+
+    own = dict(data__path=str(out), data__batch=1, data__holdout=0.0, eval__prompts="")
+    config = tiny.make_config(path, tmp_path, **own, data__first_frame=model is TI2V)
+    stream = train._latent_stream(config, latents.read(out), *sample.load_model(path))
+    items = {item.x0_PTHWC.shape[1]: item for item in map(stream.at, range(len(stream.clips)))}
+    found = {name: np.asarray(array) for name, array in items[2].cond.items()}
+    if model is I2V:
+        (file,) = (out / "clips").iterdir()  # one frame is no clip for such a model
+        np.testing.assert_allclose(safetensors.numpy.load_file(file)["first"], want[0], atol=1e-5)
+        mask, first = np.split(found.pop("latents"), [4], axis=-1)
+        assert (mask[:, 0] == 1).all() and not mask[:, 1:].any()
+        np.testing.assert_allclose(first, want, atol=1e-5)
+    else:
+        np.testing.assert_allclose(found.pop("first"), want, atol=1e-5)
+        assert items[1].cond is None  # an image is all first frame
+    assert not found
 
 
 def test_retiming_drops_clips_that_are_too_slow_and_shortens_the_others(clips):

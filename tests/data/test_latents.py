@@ -14,6 +14,7 @@ from pyarrow import parquet
 from tests import tiny
 from wanjax import sharding
 from wanjax.data import latents
+from wanjax.models import presets
 
 SHAPES = {(2, 2, 2, 4): 9, (1, 2, 2, 4): 4, (2, 4, 2, 4): 2}
 MODEL = tiny.MODEL
@@ -212,6 +213,62 @@ def test_text_only_parquet_gives_contexts_without_latents(tmp_path, rng):
     assert sorted(item.texts) == ["clip 0", "clip 1", "clip 2"]
 
 
+def _image_columns(rng):
+    """Columns that FastVideo's image-to-video rows have more, and their arrays."""
+    columns, arrays = {}, {}
+    for name, shape in (("first_frame_latent", (4, 2, 2, 3)), ("clip_feature", (5, 8))):
+        arrays[name] = array = rng.normal(size=shape).astype(np.float32)
+        columns |= {f"{name}_bytes": array.tobytes(), f"{name}_shape": list(array.shape),
+                    f"{name}_dtype": "float32"}  # fmt: skip
+    return columns, arrays
+
+
+def test_fastvideos_first_frames_and_clip_features_become_cond(tmp_path, rng):
+    """First-frame latents are normalised already; a model without CLIP reads no features, one of
+    text alone neither."""
+    code = dataclasses.replace(tiny.VAE, latents_mean=(1, 2, 3, 4), latents_std=(2, 4, 5, 10))
+    rows, arrays = [], []
+    for number in range(4):
+        columns, found = _image_columns(rng)
+        rows.append(_row(number, rng)[0] | columns)
+        arrays.append(found)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
+    i2v = dataclasses.replace(I2V, vae=code)
+    for image in (presets.CLIPVisionConfig(hidden_size=8), None):
+        item = _stream(tmp_path, 4, model=dataclasses.replace(i2v, image=image)).at(0)
+        assert set(item.cond) == {"latents"} | ({"image"} if image else set())
+        for row, text in enumerate(item.texts):
+            want = arrays[int(text.split()[1])]
+            mask, first = np.split(np.asarray(item.cond["latents"][row]), [4], axis=-1)
+            assert (mask[0] == 1).all() and not mask[1:].any()
+            channels = [want["first_frame_latent"][c] for c in range(4)]
+            np.testing.assert_array_equal(first, np.stack(channels, axis=-1))
+            if image:
+                np.testing.assert_array_equal(item.cond["image"][row], want["clip_feature"])
+    assert _stream(tmp_path, 4, model=dataclasses.replace(MODEL, vae=code)).at(0).cond is None
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict.fromkeys(f"first_frame_latent_{part}" for part in ("bytes", "shape", "dtype")),
+     "row 1 of group 0 has no first-frame latents, which model tiny needs"),
+    ({"first_frame_latent_dtype": "float16"}, r"192 bytes are not float16\[4, 2, 2, 3\]"),
+    ({"clip_feature_shape": [4, 8]}, r"row 1 of group 0: 160 bytes are not float32\[4, 8\]"),
+    (dict.fromkeys(f"clip_feature_{part}" for part in ("bytes", "shape", "dtype")),
+     r"row 1 of group 0 has no CLIP tokens, which model tiny needs as \[S, 8\]"),
+    ({"clip_feature_shape": [8, 5]}, r"has CLIP tokens \(8, 5\), which"),
+    ({"clip_feature_shape": [1, 5, 8]}, r"has CLIP tokens \(1, 5, 8\), which"),
+    ({"first_frame_latent_shape": [4, 1, 2, 3]},
+     r"has first-frame latents \(1, 2, 3, 4\), which model tiny needs as \(2, 2, 3, 4\)"),
+])  # fmt: skip
+def test_odd_image_columns_are_named_with_their_row(tmp_path, rng, changes, text):
+    rows = [_row(number, rng)[0] | _image_columns(rng)[0] for number in range(2)]
+    rows[1] |= changes
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    model = dataclasses.replace(I2V, image=presets.CLIPVisionConfig(hidden_size=8))
+    with pytest.raises(ValueError, match=text):
+        _stream(tmp_path, 2, model=model).at(0)
+
+
 @pytest.mark.parametrize("changes, text", [
     ({"vae_latent_dtype": "bfloat16"}, "192 bytes are not bfloat16"),
     ({"vae_latent_dtype": ""}, "192 bytes are not nothing"),
@@ -225,7 +282,11 @@ def test_a_wrong_dtype_is_found_not_decoded(tmp_path, rng, changes, text):
 
 def test_foreign_parquet_is_named_with_its_columns(tmp_path):
     parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"has columns \['x'\]; expected FastVideo's"):
+    with pytest.raises(ValueError, match=r"has columns \['x'\], but not caption; expected FastVid"):
+        latents.read(tmp_path)
+    row = _row(0, np.random.default_rng(0))[0] | {"clip_feature_bytes": b""}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="but not clip_feature_dtype"):
         latents.read(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="a.parquet is damaged"):

@@ -57,6 +57,11 @@ def test_loss_gradient_and_log_probs_equal_golden(case):
     for v, field in (("v", "log_prob"), ("v_old", "old_log_prob")):
         logp = awm.log_prob(g[v], x0, g["noise"], g["t"], weighting=weighting, power=0.25)
         np.testing.assert_allclose(logp, g[field], rtol=2e-6, atol=1e-8)
+    for ours, find in (("std", np.std), ("min", np.min), ("max", np.max)):
+        np.testing.assert_allclose(aux[f"ratio_{ours}"], find(g["ratio"]), rtol=2e-6, atol=1e-6)
+    rows = [a.reshape(len(x0) // len(g["ratio"]), -1, *a.shape[1:]) for a in (g["v"], *rest)]
+    _, alone = jax.vmap(loss, in_axes=1)(*rows)  # each sample a batch of its own
+    np.testing.assert_allclose(alone["ratio_mean"], g["ratio"], rtol=2e-6)
 
 
 def test_hand_computed_loss():
@@ -71,17 +76,27 @@ def test_hand_computed_loss():
 
 
 def test_loss_equals_a_numpy_oracle(rng):
+    """Value by value: the ratio, clipped term and KL of each sample, then of the batch."""
     v, old, x0, noise, sigma_B, adv_B = _random(rng)
-    total = 0.0
+    want = {"ratio_mean": [], "policy_loss": [], "ema_kl": []}
     for i in range(len(adv_B)):
         m = [np.mean((a[i].astype(float) - noise[i] + x0[i]) ** 2) for a in (v, old)]
         l_new, l_old = (-sigma_B[i] * ((x + 1e-10) ** 0.25 - 1e-10**0.25) / 0.25 for x in m)
         ratio, a = np.exp(l_new - l_old), np.clip(adv_B[i], -1, 1)
-        total += max(-a * ratio, -a * np.clip(ratio, 0.99, 1.01)) / len(adv_B)
-        total += 0.3 * np.mean((v[i].astype(float) - old[i]) ** 2) / len(adv_B)
-    loss, _ = awm.awm_loss(
-        v, old, None, old, x0, noise, sigma_B, adv_B, clip=0.01, adv_clip_max=1.0, ema_kl_beta=0.3
+        want["ratio_mean"].append(ratio)
+        want["policy_loss"].append(max(-a * ratio, -a * np.clip(ratio, 0.99, 1.01)))
+        want["ema_kl"].append(np.mean((v[i].astype(float) - old[i]) ** 2))
+    run = lambda *rows: awm.awm_loss(
+        rows[0], rows[1], None, rows[1], *rows[2:], clip=0.01, adv_clip_max=1.0, ema_kl_beta=0.3
     )
+    arrays = v, old, x0, noise, sigma_B, adv_B
+    _, alone = jax.vmap(run)(*(a[:, None] for a in arrays))
+    loss, whole = run(*arrays)
+    for name, values in want.items():
+        np.testing.assert_allclose(alone[name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(whole[name], np.mean(values), rtol=1e-5, err_msg=name)
+    assert 0 < whole["clip_frac"] and np.std(want["ratio_mean"]) > 1e-3
+    total = np.mean(want["policy_loss"]) + 0.3 * np.mean(want["ema_kl"])
     np.testing.assert_allclose(loss, total, rtol=1e-5)
 
 

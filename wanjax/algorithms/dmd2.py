@@ -35,6 +35,7 @@ import numpy as np
 
 from wanjax import optim, sampler, schedule, sharding, trees
 from wanjax import state as states
+from wanjax.data import text
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator
 
@@ -231,8 +232,9 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
         )
     step, reads_clips = int(state.step), config.adversarial or config.rollout == "data_latent"
     repeat = lambda a: jnp.repeat(jnp.asarray(a), config.group_size, axis=0)
+    ctx_PSE, uncond_1SE = text.align(item.ctx_PSE, tools.uncond_1SE)
     rows = {
-        "ctx": repeat(item.ctx_PSE),
+        "ctx": repeat(ctx_PSE),
         "cond": jax.tree.map(repeat, item.cond),
         "x0": repeat(item.x0_PTHWC) if reads_clips else None,
     }
@@ -242,10 +244,10 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
         for expert in setup.experts:
             exit_step, _ = _draw(setup, step, expert, name)
             latents[name][expert] = _clips(
-                state, setup, rows, tools.uncond_1SE, step, expert, name, exit_step
+                state, setup, rows, uncond_1SE, step, expert, name, exit_step
             )
             metrics[f"{name}/exit/{expert}"] = float(exit_step)
-    return Batch(latents, rows["ctx"], tools.uncond_1SE, rows["cond"], step, metrics)
+    return Batch(latents, rows["ctx"], uncond_1SE, rows["cond"], step, metrics)
 
 
 def forwards(setup: states.Setup) -> dict[str, int]:

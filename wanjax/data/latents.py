@@ -50,7 +50,8 @@ class Clip:
     shape: Shape | None  # of its latents [T,H,W,C]; None for text alone
     rows: int  # of text
     width: int  # E
-    has: frozenset  # of "latents", "text", "first", "image"
+    first: Shape | None  # of the first frame's latents
+    image: Shape | None  # of its CLIP tokens [S,E]
     file: str
     group: int | None = None  # of a parquet file
     row: int = 0  # in the group
@@ -311,10 +312,19 @@ def _check(source: Source, model: presets.ModelConfig) -> None:
                 f"{where} has text rows of width {clip.width}, model {model.name} reads "
                 f"{model.wan.text_dim}; set config.data.path to a cache of this model"
             )
-        if form == "latents" and clip.shape is not None and "first" not in clip.has:
+        given = form == "latents" and clip.shape is not None
+        if given and clip.first != clip.shape:
+            found = f"first-frame latents {clip.first}" if clip.first else "no first-frame latents"
             raise ValueError(
-                f"{where} has no first-frame latents, which model {model.name} needs; cache the "
+                f"{where} has {found}, which model {model.name} needs as {clip.shape}; cache the "
                 "clips again with this model"
+            )
+        image = model.image if given else None
+        if image and (clip.image or ())[1:] != (image.hidden_size,):
+            found = f"CLIP tokens {clip.image}" if clip.image else "no CLIP tokens"
+            raise ValueError(
+                f"{where} has {found}, which model {model.name} needs as [S, {image.hidden_size}]; "
+                "cache the clips again with this model"
             )
 
 
@@ -335,8 +345,8 @@ def _of_cache(file) -> Clip:
     found = cache.header(file)
     shapes = found["shapes"]
     rows, width = shapes["text"]
-    has = frozenset(shapes)
-    return Clip(found["caption"], found["sha256"], shapes["latents"], rows, width, has, str(file))
+    more = (shapes.get("first"), shapes.get("image"))
+    return Clip(found["caption"], found["sha256"], shapes["latents"], rows, width, *more, str(file))
 
 
 def _of_parquet(file) -> list[Clip]:
@@ -345,10 +355,14 @@ def _of_parquet(file) -> list[Clip]:
     except (OSError, ValueError) as error:  # as pyarrow's own errors are
         raise ValueError(f"{file} is damaged ({error}); download it again") from None
     has = set(parquet.schema_arrow.names)
-    if not {"text_embedding_bytes", "text_embedding_shape", "caption"} <= has:
+    parts = {c: {f"{c}_{part}" for part in ("bytes", "shape", "dtype")} for c in _COLUMNS.values()}
+    needed = {"caption"} | parts["text_embedding"]
+    needed |= set().union(*(three for three in parts.values() if three & has))
+    if not needed <= has:
         raise ValueError(
-            f"{file} has columns {sorted(has)[:8]}; expected FastVideo's text_embedding_bytes, "
-            "text_embedding_shape and caption, and vae_latent_* for clips"
+            f"{file} has columns {sorted(has)[:8]}, but not {sorted(needed - has)[0]}; expected "
+            "FastVideo's text_embedding_{bytes,shape,dtype} and caption, and the same three of "
+            "vae_latent for clips"
         )
     wanted = {f"{column}_{part}" for column in _COLUMNS.values() for part in ("shape", "dtype")}
     wanted |= {"id", "caption", "file_name"}
@@ -356,17 +370,16 @@ def _of_parquet(file) -> list[Clip]:
     for group in range(parquet.num_row_groups):
         rows = parquet.read_row_group(group, columns=sorted(wanted & has)).to_pylist()
         for number, row in enumerate(rows):
-            shapes = {name: row.get(f"{c}_shape") or () for name, c in _COLUMNS.items()}
-            shape = _channels_last(shapes["latents"]) if shapes["latents"] else None
+            shapes = {name: tuple(row.get(f"{c}_shape") or ()) for name, c in _COLUMNS.items()}
+            last = lambda s: _channels_last(s) if s else None
             parts = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
             digest = hashlib.sha256(parts.encode()).hexdigest()
-            length, width = list(shapes["text"])
-            present = frozenset(name for name, s in shapes.items() if s)
             clips.append(
                 Clip(
-                    row["caption"], digest, shape, length, width, present, str(file), group, number
+                    row["caption"], digest, last(shapes["latents"]), *shapes["text"],
+                    last(shapes["first"]), shapes["image"] or None, str(file), group, number,
                 )
-            )
+            )  # fmt: skip
     return clips
 
 
