@@ -1,5 +1,7 @@
 """AdamW per expert: hand-computed first step, clipping, warm-up, constants that stay constant."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,3 +68,35 @@ def test_micro_batches_are_numpy_so_that_a_plan_needs_no_device():
         )
         leaves = jax.tree.leaves(sets)
         assert all(type(leaf) is np.ndarray and leaf.dtype == np.int32 for leaf in leaves)
+
+
+def test_unequal_micro_batches_give_the_mean_over_rows():
+    """By hand: gradients 1..5 of five rows have the mean 3, whatever the parts; the mean of the
+    parts' means would be 3.33 for (1, 2), (3, 4), (5) and 3.25 for (1, 2, 3), (4, 5)."""
+    config, tree = optim.OptimConfig(clip_norm=0.0), {"w": jnp.zeros(())}
+
+    def loss(_, tree, rows):
+        return (tree["w"] * (rows[0] + 1)).mean(), {"row": rows[0].mean(), "rows": rows[0][:1]}
+
+    for size in (1, 2, 3, 5, 9):
+        index = {"low": optim.parts(np.arange(5), size)}
+        opt = {"low": optim.make(config).init(tree)}
+        _, opt, metrics = optim.step(loss, {"low": tree}, opt, index, {"low": config})
+        (mu,) = optax.tree_utils.tree_get_all_with_path(opt["low"], "mu")
+        np.testing.assert_allclose(jax.tree.leaves(mu[1]), 0.1 * 3, rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm/low"], 3, rtol=1e-6)
+        np.testing.assert_allclose(metrics["row/low"].mean(), 2, rtol=1e-6)
+        assert metrics["rows/low"].shape == (-(-5 // size), 1)  # vectors: once a micro-batch
+
+
+def test_micro_batches_hold_every_pair_once():
+    slots = {"high": [0, 1, 2], "low": [3]}
+    for mix in (False, True):
+        sets = optim.micro_batches(slots, np.arange(5), micro_samples=2, micro_steps=2, mix=mix)
+        assert len(sets) == (1 if mix else 2)
+        for expert, numbers in slots.items():
+            (blocks,) = (found[expert] for found in sets if expert in found)
+            pairs = [p for a, b in blocks for p in zip(a.ravel(), b.ravel(), strict=True)]
+            assert sorted(pairs) == sorted(itertools.product(numbers, range(5)))
+        if mix:  # what is scanned together is as long for both experts
+            assert [len(a) for a, _ in sets[0]["high"]] == [len(a) for a, _ in sets[0]["low"]]

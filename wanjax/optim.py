@@ -1,7 +1,8 @@
 """One AdamW per expert, and one optimizer step over micro-batches of pairs (sample, step).
 
-Gradients are accumulated as the exact mean over micro-batches of equal size; every expert has its
-own gradient clipping, warm-up and moments (optax). A micro-batch may hold pairs of both experts.
+Gradients are accumulated as sum over rows / number of rows, so that micro-batches of unequal size
+give the exact mean; every expert has its own gradient clipping, warm-up and moments (optax). A
+micro-batch may hold pairs of both experts.
 
 Shapes: B samples, n micro-batches of M pairs.
 """
@@ -58,27 +59,37 @@ def learning_rate(config: OptimConfig) -> optax.Schedule:
 def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
     """One optimizer step for each expert of `index`; returns (trained, opt, metrics).
 
-    loss(expert, its trained tree, its rows of the micro-batch) -> (scalar, {name: scalar}), for
-    one entry of the leading axis of index {expert: arrays [n, ...]}; gradients are averaged over
-    the n micro-batches.
+    loss(expert, its trained tree, its rows of the micro-batch) -> (mean over its rows, {name:
+    scalar or vector}), for one entry of the leading axis of an array in index {expert: (arrays
+    [n, M], ...)}: one entry per size M of micro-batch, with the same n for every expert. Scalars
+    come back as [micro-batches], where sizes differ once per row, so that their mean is that of the
+    rows.
     """
+    largest = {expert: max(map(_rows, blocks)) for expert, blocks in index.items()}
 
     def together(trained, micro):
         parts = {expert: loss(expert, trained[expert], micro[expert]) for expert in micro}
-        return sum(part[0] for part in parts.values()), {e: part[1] for e, part in parts.items()}
+        share = {e: jax.tree.leaves(pairs)[0].shape[0] / largest[e] for e, pairs in micro.items()}
+        total = sum(part[0] * share[e] for e, part in parts.items())
+        return total, {e: part[1] for e, part in parts.items()}
 
     def accumulate(total, micro):
         gradient, aux = jax.grad(together, has_aux=True)(trained, micro)
         return jax.tree.map(jnp.add, total, gradient), aux
 
-    total, aux = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, trained), index)
-    count = jax.tree.leaves(index)[0].shape[0]
+    total, found = jax.tree.map(jnp.zeros_like, trained), []
+    for k in range(len(next(iter(index.values())))):
+        total, aux = jax.lax.scan(accumulate, total, {e: blocks[k] for e, blocks in index.items()})
+        found.append(aux)
     moved, new_opt, metrics = {}, {}, {}
     for expert, tree in trained.items():
-        gradient = jax.tree.map(lambda g: g / count, total[expert])
+        blocks = index[expert]
+        count = sum(len(jax.tree.leaves(b)[0]) * _rows(b) / largest[expert] for b in blocks)
+        aux = _joined([part[expert] for part in found], list(map(_rows, blocks)))
+        gradient = jax.tree.map(lambda g, count=count: g / count, total[expert])
         updates, new_opt[expert] = make(configs[expert]).update(gradient, opt[expert], tree)
         moved[expert] = optax.apply_updates(tree, updates)
-        metrics |= {f"{name}/{expert}": value for name, value in aux[expert].items()}
+        metrics |= {f"{name}/{expert}": value for name, value in aux.items()}
         metrics[f"grad_norm/{expert}"] = optax.tree.norm(gradient)
         taken = optax.tree_utils.tree_get_all_with_path(new_opt[expert], "count")[0][1]
         metrics[f"lr/{expert}"] = jnp.asarray(learning_rate(configs[expert])(taken - 1))
@@ -86,26 +97,41 @@ def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
 
 
 def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int, mix: bool) -> list:
-    """Index sets {expert: (slot [n, M], sample [n, M])}, one optimizer step each.
+    """Index sets {expert: ((slot [n, M], sample [n, M]), ...)}, one optimizer step each, with one
+    entry for every size M of micro-batch.
 
     slots: expert -> numbers of its steps; samples: the samples of this optimizer step. Pure sets
     hold micro_samples x micro_steps pairs a micro-batch; mixed ones hold all steps of
-    micro_samples samples, grouped by expert.
+    micro_samples samples, grouped by expert. The last ones hold what is left.
     """
 
     def pairs(numbers, width):
-        rows = []
-        for chosen in np.reshape(samples, (-1, micro_samples)):
-            for chunk in np.reshape(numbers, (-1, width)):
+        for chosen in _cut(samples, micro_samples):
+            for chunk in _cut(numbers, width):
                 slot, sample = np.meshgrid(chunk, chosen, indexing="ij")
-                rows.append((slot.ravel(), sample.ravel()))
-        slot, sample = zip(*rows, strict=True)
-        return np.stack(slot).astype(np.int32), np.stack(sample).astype(np.int32)
+                yield slot.ravel().astype(np.int32), sample.ravel().astype(np.int32)
 
     present = {expert: numbers for expert, numbers in slots.items() if len(numbers)}
     if mix:
-        return [{expert: pairs(numbers, len(numbers)) for expert, numbers in present.items()}]
-    return [{expert: pairs(numbers, micro_steps)} for expert, numbers in present.items()]
+        return [{e: by_size(pairs(numbers, len(numbers))) for e, numbers in present.items()}]
+    return [{e: by_size(pairs(numbers, micro_steps))} for e, numbers in present.items()]
+
+
+def parts(samples, size: int) -> tuple:
+    """Samples as index arrays (([n, M],), ...) of micro-batches of `size`, and one of the rest."""
+    return by_size((chunk,) for chunk in _cut(np.asarray(samples, np.int32), size))
+
+
+def by_size(micro) -> tuple:
+    """Micro-batches, tuples of arrays [M], each stacked with others of its size to [n, M]."""
+    sizes: dict[int, list] = {}
+    for arrays in micro:
+        sizes.setdefault(len(arrays[0]), []).append(arrays)
+    return tuple(tuple(map(np.stack, zip(*rows, strict=True))) for rows in sizes.values())
+
+
+def _cut(values, size: int) -> list:
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def merge_metrics(collected: list[dict], first: int = 0) -> dict:
@@ -127,6 +153,22 @@ def merge_metrics(collected: list[dict], first: int = 0) -> dict:
         name: pick.get(word(name), jnp.mean)(jnp.concatenate(values))
         for name, values in gathered.items()
     }
+
+
+def _rows(block) -> int:
+    """M of arrays [n, M]."""
+    return jax.tree.leaves(block)[0].shape[1]
+
+
+def _joined(found: list, rows: list[int]):
+    """Statistics of micro-batches of several sizes in one array each; scalars once a row."""
+
+    def join(*parts):
+        if len(parts) > 1 and parts[0].ndim == 1:
+            parts = [jnp.repeat(x, times) for x, times in zip(parts, rows, strict=True)]
+        return jnp.concatenate(parts)
+
+    return jax.tree.map(join, *found)
 
 
 def _labels(tree):

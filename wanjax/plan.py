@@ -382,7 +382,7 @@ def _compile(config, setup, mesh, weights):
         x0 = vector((clips, *states.latent_shape(setup)))
         data = jax.eval_shape(lambda *a: sft._noised(batch(*a), setup=setup), x0, context(clips))
         slots = {e: list(range(setup.algorithm.timesteps)) for e in setup.experts}
-        phases |= _updates(setup, state, whole(data), slots, clips, algorithm, grid)
+        phases |= _updates(setup, state, whole(data), slots, algorithm, grid)
         return state, phases
 
     if config.algorithm == "dmd2":
@@ -432,7 +432,7 @@ def _compile(config, setup, mesh, weights):
         data = dict(whole(jax.eval_shape(make, x0, ctx, context(1), adv)), x0_B=x0)
         slots = {e: list(range(setup.algorithm.timesteps)) for e in setup.experts}
     phases["rollout"]["trajectory"] = _per_device(data)
-    phases |= _updates(setup, state, data, slots, samples // config.updates, algorithm, grid)
+    phases |= _updates(setup, state, data, slots, algorithm, grid)
     return state, phases
 
 
@@ -482,7 +482,7 @@ def _distillation(setup, state, vector, whole, key) -> dict:
             call = dmd2._optimize.lower(
                 states.trainable(state, setup, role)[moved], states.optimizers(state, role)[moved],
                 states.frozen(state, setup, role)[moved], judges, data,
-                vector((samples // micro, micro), jnp.int32), setup=setup, task=name,
+                whole(optim.parts(np.arange(samples), micro)), setup=setup, task=name,
                 scale=settings.guidance[region.teacher], config=optims[moved],
             )  # fmt: skip
             one = trains(wide("critic") if role == "critic" else model.wan)
@@ -498,12 +498,12 @@ def _plain(dtype: str):
     return jnp.dtype("bfloat16" if dtype in quant.DTYPES else dtype)
 
 
-def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
+def _updates(setup, state, data, slots, algorithm, grid) -> dict:
     """The phases of one optimizer step, one per expert (or one for both where they mix)."""
     settings, phases, made = setup.algorithm, {}, {}
     updates = 1 if algorithm is sft else settings.updates
     index_sets = optim.micro_batches(
-        slots, np.arange(share), micro_samples=settings.micro_samples,
+        slots, np.arange(algorithm.share(setup)), micro_samples=settings.micro_samples,
         micro_steps=settings.micro_steps, mix=settings.mix_experts,
     )  # fmt: skip
     mesh = jax.sharding.get_mesh()
@@ -520,12 +520,12 @@ def _updates(setup, state, data, slots, share: int, algorithm, grid) -> dict:
         static = {"on_policy": settings.recompute_old_logp} if algorithm is grpo else {}
         call = algorithm._minibatch.lower(*args, data, indices, setup=setup, **static)
         flops = 0
-        for expert, (slot, _) in index.items():
+        for expert, blocks in index.items():
             one = update_flops(setup.model.wan, grid, lora=lora)
             extra = _extra_forwards(setup, algorithm, expert)
             guided = 2 if _guided(setup, expert) and algorithm is not sft else 1
             each = one + extra * wan.forward_flops(setup.model.wan, grid)
-            flops += slot.size * guided * each
+            flops += sum(slot.size for slot, _ in blocks) * guided * each
         text = re.sub(r'jax\.\w+ = "[^"]*"', "", call.as_text())  # without names of results
         if text in made:  # the other expert's program is often the same
             phases[f"update {'+'.join(names)}"] = dict(phases[made[text]])

@@ -376,7 +376,7 @@ def policy_velocities(policy, ctx_BSE, uncond_1SE, cond=None, *, setup: Setup) -
 
 
 def check_batches(setup: Setup, units: str = "samples", number: int = 0) -> None:
-    """Raise ValueError when samples, updates, rollouts and micro-batches do not divide.
+    """Raise ValueError when samples, updates and rollouts do not divide.
 
     units, number: what optimizer steps share out, and how many there are; 0 = all samples.
     """
@@ -385,18 +385,12 @@ def check_batches(setup: Setup, units: str = "samples", number: int = 0) -> None
         raise ValueError("config.reward is empty; set for example config.reward.shapes = 1.0")
     samples = config.group_size * config.prompts_per_step
     number = number or samples
-    share, rest = divmod(number, config.updates)
     if config.group_size < 2:
         raise ValueError(f"config.group_size is {config.group_size}; a group needs at least 2")
-    if rest:
+    if number % config.updates:
         raise ValueError(
             f"{number} {units} a step do not divide into config.updates = {config.updates}; change "
             "it, config.prompts_per_step or config.group_size"
-        )
-    if share % config.micro_samples:
-        raise ValueError(
-            f"{share} {units} per update do not divide into micro-batches of "
-            f"config.micro_samples = {config.micro_samples}; set it to a divisor of {share}"
         )
     if samples % setup.sampling.batch:
         raise ValueError(

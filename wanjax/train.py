@@ -105,7 +105,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     setup = make_setup(config, model, role_models)
     algorithm.check(setup)
     eval_setup = _evaluation_setup(config, setup)
-    _check_mesh(setup, mesh)
+    _check_mesh(setup, mesh, algorithm)
     if source:
         stream = _latent_stream(config, source, params, model)
     with sharding.use_mesh(mesh):
@@ -387,10 +387,11 @@ def _placed(state, mesh):
     return jax.tree.map(at, state, states.shardings(state, mesh))
 
 
-def _check_mesh(setup, mesh) -> None:
+def _check_mesh(setup, mesh, algorithm) -> None:
     """Raise ValueError when a batch that occurs cannot run on the mesh."""
     tokens = math.prod(states.token_grid(setup))
-    for size in {setup.sampling.batch, setup.algorithm.micro_samples}:
+    micro, share = setup.algorithm.micro_samples, algorithm.share(setup)
+    for size in sorted({setup.sampling.batch, min(micro, share), share % micro} - {0}):
         wan.check_mesh(setup.model.wan, dict(mesh.shape), size, tokens)
 
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from configs import default, quickstart
-from wanjax import distributed, train
+from wanjax import distributed, export, train
 from wanjax.data import __main__ as data
 from wanjax.data import video
 from wanjax.rewards import shapes
@@ -56,7 +56,10 @@ DMD2 = {
 TWO_STEPS = {
     "sampling.steps": 2, "sampling.grid": "explicit", "sampling.sigmas": (1.0, 0.5),
 }  # fmt: skip
-HIGH, LOW = {"experts": ("high",)}, {"experts": ("low",)}
+HIGH = {"experts": ("high",), "sde.strategy": "high_window"}
+LOW = {"experts": ("low",)}
+DANCE, CPS = {"sde.kind": "dance", "sde.eta": 0.3}, {"sde.kind": "cps", "sde.eta": 0.7}
+FULL = {"lora.rank": 0, "optim.high.lr": 1e-4, "optim.low.lr": 1e-4}
 SHUFFLED, CONSTANT = {"reward": "shuffled"}, {"reward": "constant"}
 STILL = {"optim.high.lr": 0.0, "optim.low.lr": 0.0}
 ROWS: dict[str, dict] = {
@@ -71,10 +74,14 @@ ROWS: dict[str, dict] = {
     "GRPO flow, both, four times the videos": GPU | {
         "steps": 240, "save_every": 240, "optim.high.decay": 240, "optim.low.decay": 240,
     },
-    "GRPO dance, both": GPU | {"sde.kind": "dance", "sde.eta": 0.3},
-    "GRPO cps, both": GPU | {"sde.kind": "cps", "sde.eta": 0.7},
-    "GRPO flow, high": GPU | HIGH | {"sde.strategy": "high_window"},
+    "GRPO dance, both": GPU | DANCE,
+    "GRPO cps, both": GPU | CPS,
+    "GRPO flow, high": GPU | HIGH,
     "GRPO flow, low": GPU | LOW,
+    "GRPO dance, high": GPU | HIGH | DANCE,
+    "GRPO dance, low": GPU | LOW | DANCE,
+    "GRPO cps, high": GPU | HIGH | CPS,
+    "GRPO cps, low": GPU | LOW | CPS,
     "GRPO flow, shuffled rewards": GPU | SHUFFLED,
     "NFT": GPU | NFT,
     "NFT, half as many videos": GPU | NFT | {
@@ -85,12 +92,19 @@ ROWS: dict[str, dict] = {
     "Flow-DPO": GPU | NFT | {"nft.loss": "dpo", "micro_samples": 8},
     "DMD2 4 steps, LoRA, joint": GPU | DMD2,
     "DMD2 2 steps, LoRA, joint": GPU | DMD2 | TWO_STEPS,
-    "DMD2 4 steps, full, joint": GPU | DMD2 | {
-        "lora.rank": 0, "optim.high.lr": 1e-4, "optim.low.lr": 1e-4,
-    },
+    "DMD2 4 steps, full, joint": GPU | DMD2 | FULL,
+    "DMD2 2 steps, full, joint": GPU | DMD2 | FULL | TWO_STEPS,
     "DMD2 4 steps, LoRA, high": GPU | DMD2 | HIGH,
     "DMD2 4 steps, LoRA, then low": GPU | DMD2 | LOW | {
         "start": "DMD2 4 steps, LoRA, high",
+    },
+    "DMD2 4 steps, full, high": GPU | DMD2 | FULL | HIGH,
+    "DMD2 4 steps, full, then low": GPU | DMD2 | FULL | LOW | {
+        "start": "DMD2 4 steps, full, high",
+    },
+    "DMD2 2 steps, LoRA, high": GPU | DMD2 | TWO_STEPS | HIGH,
+    "DMD2 2 steps, LoRA, then low": GPU | DMD2 | TWO_STEPS | LOW | {
+        "start": "DMD2 2 steps, LoRA, high",
     },
     "DMD2 4 steps, frozen student": GPU | DMD2 | STILL,
     "quickstart": {},
@@ -119,6 +133,7 @@ def main():
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--note", default="", help="words for the head of the table")
+    parser.add_argument("--together", type=int, default=1, help="runs at a time on the card")
     parser.add_argument("--short", action="store_true", help="try the script: one step, few clips")
     args = parser.parse_args()
     distributed.start()
@@ -155,10 +170,7 @@ def config_of(args, name: str, seed: int):
         del config.reward[old]
     config.reward[reward] = 1.0
     if (first := changes.pop("start", None)) is not None:
-        export = _folder(args, first, seed) / "export"
-        changes["lora.start"] = tuple(str(p) for p in sorted(export.glob("*high_noise*")))
-        if not changes["lora.start"]:
-            raise ValueError(f"no adapter in {export}; make the row {first!r} of this seed first")
+        changes |= _started(_folder(args, first, seed), changes["lora.rank"])
     if "data.path" in changes:
         changes["data.path"] = str(_clips(args))
     if args.short:
@@ -176,6 +188,19 @@ def config_of(args, name: str, seed: int):
     return config
 
 
+def _started(run, rank: int) -> dict:
+    """Changes with which the student begins as an earlier run's has ended."""
+    if not (run / "summary.json").is_file():
+        raise ValueError(f"{run} has not ended; make that row of this seed first")
+    if rank:
+        return {"lora.start": tuple(str(p) for p in sorted(run.glob("export/*high_noise*")))}
+    if not (model := run / "export" / "model").is_dir():
+        export.export(run, "diffusers", model)
+    own = {"path": GPU["model.path"], "param_dtype": GPU["model.param_dtype"]}
+    roles = {f"roles.{r}.{k}": v for r in ("teacher", "critic") for k, v in own.items()}
+    return {"model.path": str(model), **roles}
+
+
 def write(args, rows) -> None:
     """The table of all runs that have ended."""
     note = f"; {args.note}" if args.note else ""
@@ -185,8 +210,11 @@ def write(args, rows) -> None:
         f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}.",
         "The intervals take the seeds as independent, although their prompts and starting noise",
         "are the same; rows that are equal in all seeds count as one.", "",
-        "| row | success before | success after, 95 % | gain, points | videos made | seconds |",
-        "|---|---|---|---|---|---|",
+        "DiT evaluations: of a clip, sampled as it was judged. GPU-seconds: collects and updates of",
+        f"a run, its seconds / {args.together}, which is how many runs shared the card.", "",
+        "| row | success before | success after, 95 % | gain, points | DiT evaluations "
+        "| videos made | GPU-seconds |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name in rows:
         runs = [_folder(args, name, seed) for seed in args.seeds]
@@ -197,6 +225,8 @@ def write(args, rows) -> None:
         config = json.loads((runs[0] / "config.json").read_text())
         made = config["steps"] * config["prompts_per_step"] * config["group_size"]
         made = 0 if config["algorithm"] == "sft" else made
+        guided = {config["guidance"][expert] for expert in ("high", "low")} != {1.0}
+        evaluations = config["sampling"]["steps"] * (1 + guided)
         before, after = (np.mean([s[f"success_{w}"] for s in found]) for w in ("before", "after"))
         distinct = {s["success_after"]: s["eval_prompts"] for s in found}  # equal seeds count once
         low, high = wilson(after, sum(distinct.values()))
@@ -205,7 +235,8 @@ def write(args, rows) -> None:
         cells = [
             name if len(found) == len(runs) else f"{name} ({len(found)} of {len(runs)} seeds)",
             f"{100 * before:.1f} %", f"{100 * after:.1f} % [{100 * low:.1f}, {100 * high:.1f}]",
-            f"{100 * (after - before):+.1f}", f"{made:,}", f"{seconds:.0f}",
+            f"{100 * (after - before):+.1f}", f"{evaluations}", f"{made:,}",
+            f"{seconds / args.together:.0f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -311,8 +311,8 @@ def _same_high_step(after, metrics, tolerance):
         np.testing.assert_allclose(value, _updated()[1][name], rtol=1e-3, atol=1e-6, err_msg=name)
 
 
-def test_the_first_stage_alone_in_small_micro_batches_takes_the_same_step():
-    setup = _setup(**HIGH, dmd2__micro_samples=2)
+def test_the_first_stage_alone_in_unequal_micro_batches_takes_the_same_step():
+    setup = _setup(**HIGH, dmd2__micro_samples=3)
     state = _high_alone(setup)
     assert set(state.opt) == set(state.role_opt["critic"]) == {"high"}
     after, metrics = _update(setup, state, _stirred()[1])
@@ -491,7 +491,7 @@ def test_draws_cover_every_exit_and_never_leave_the_expert():
     (dict(dmd2__student_every=0), "config.dmd2.student_every is 0"),
     (dict(dmd2__ema_decay=1.0), "config.dmd2.ema_decay is 1.0"),
     (dict(dmd2__updates=2), "config.updates is 2"),
-    (dict(dmd2__micro_samples=3), "config.micro_samples = 3"),
+    (dict(sampling__batch=3), "config.sampling.batch = 3"),
     (dict(schedule__steps=1), "expert low has none of the 1 steps"),
     (dict(schedule__steps=1, setup__experts=("high",)), "give both experts steps"),
     (dict(roles={"teacher": presets.MODELS["wan2.2_ti2v_5b"]}), "config.roles.teacher.path"),
@@ -665,7 +665,7 @@ def test_gan_does_not_depend_on_micro_batches_and_resumes():
     state, _ = _critic_steps(_start(GAN), 2)
     state = state.replace(step=jnp.ones((), jnp.int32))
     batch = _collect(GAN, state, _clips())
-    split = dataclasses.replace(GAN, algorithm=dataclasses.replace(GAN.algorithm, micro_samples=2))
+    split = dataclasses.replace(GAN, algorithm=dataclasses.replace(GAN.algorithm, micro_samples=3))
     (one, _), (two, _) = (_update(setup, state, batch) for setup in (GAN, split))
     _close(one.running, two.running, 1e-6)
     _close(one.adapters, two.adapters, 1e-3)

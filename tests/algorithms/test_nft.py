@@ -111,7 +111,8 @@ def test_a_step_depends_neither_on_micro_batches_nor_on_the_mesh(loss):
     for expert in ("high", "low"):
         assert means[f"grad_norm/{expert}"] > 1e-3 and f"{loss}/loss/{expert}" in means
     mesh = sharding.make_mesh(dict(fsdp=2, context=2, tensor=2))
-    cuts = dict(nft__micro_samples=1, nft__mix_experts=True), dict(mesh=mesh, nft__micro_steps=2)
+    uneven = dict(nft__micro_samples=1 if loss == "dpo" else 3, nft__mix_experts=True)
+    cuts = uneven, dict(mesh=mesh, nft__micro_steps=2)
     for got, found in (step(**cut) for cut in cuts):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * np.abs(b).max() + 1e-12)
@@ -302,10 +303,7 @@ def test_a_batch_of_another_policy_is_refused():
     (dict(nft__mode="some"), "config.nft.mode is 'some'"),
     (dict(nft__old_decay=7), "config.nft.old_decay is 7"),
     (dict(nft__timesteps=5), "config.nft.timesteps is 5 but expert high has 2"),
-    (dict(nft__timesteps=1, nft__micro_steps=2), "not a multiple of config.micro_steps"),
-    (dict(nft__micro_samples=3), "config.micro_samples = 3"),
     (dict(nft__loss="ppo"), "config.nft.loss is 'ppo'"),
-    (dict(nft__loss="dpo"), "2 pairs per update do not divide into micro-batches"),
     (dict(nft__loss="awm", nft__awm={"weighting": "x"}), "config.awm.weighting is 'x'"),
 ])  # fmt: skip
 def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):

@@ -159,14 +159,11 @@ def check(setup: states.Setup) -> None:
     if config.updates != 1:
         raise ValueError(f"config.updates is {config.updates}; DMD2 takes one a step, set it to 1")
     samples = config.prompts_per_step * config.group_size
-    for name, size in (
-        ("micro_samples", config.micro_samples), ("sampling.batch", setup.sampling.batch),
-    ):  # fmt: skip
-        if samples % size:
-            raise ValueError(
-                f"{samples} samples a step do not divide into parts of config.{name} = {size}; set "
-                f"it to a divisor of {samples}"
-            )
+    if samples % setup.sampling.batch:
+        raise ValueError(
+            f"{samples} samples a step do not divide into parts of config.sampling.batch = "
+            f"{setup.sampling.batch}; set it to a divisor of {samples}"
+        )
     for expert in setup.experts:
         if not _phase(setup, expert).steps:
             raise ValueError(
@@ -186,6 +183,12 @@ def check(setup: states.Setup) -> None:
                 f"the {role} {model.name} has other latents or text rows than the student "
                 f"{setup.model.name}; set config.roles.{role}.path to a model of the same VAE"
             )
+
+
+def share(setup: states.Setup) -> int:
+    """Samples of one optimizer step."""
+    config: Config = setup.algorithm
+    return config.group_size * config.prompts_per_step
 
 
 def init(key, setup: states.Setup, params: dict) -> states.State:
@@ -334,7 +337,7 @@ def _take(state, setup, batch: Batch, expert: str, name: str):
     if name == "student":
         for judge, serving in (("teacher", region.teacher), ("critic", region.critic)):
             judges[judge] = states.role_params(state, judge)[serving]
-    rows = jnp.arange(len(batch.ctx_BSE)).reshape(-1, config.micro_samples)
+    rows = optim.parts(np.arange(len(batch.ctx_BSE)), config.micro_samples)
     optims = setup.optim if role == "student" else setup.role_optim[role]
     trained, opt, metrics = _optimize(
         states.trainable(state, setup, role)[moved], states.optimizers(state, role)[moved],
@@ -405,7 +408,8 @@ def _teacher_pair(teacher, rows, uncond_1SE, key, ids, exit_step, *, setup, expe
 def _optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
     """One optimizer step of one expert of a role; experts alike in shape share the program."""
 
-    def loss(_, tree, ids):
+    def loss(_, tree, rows):
+        (ids,) = rows
         own = (frozen, tree) if setup.lora.rank else (tree, {})
         part = {name: jax.tree.map(lambda a: a[ids], data[name]) for name in ("x", "ctx", "cond")}
         part["x"] = {k: _constrain(x) for k, x in part["x"].items()}

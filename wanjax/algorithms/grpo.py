@@ -98,12 +98,12 @@ def check(setup: states.Setup) -> None:
                 f"sde.strategy {setup.sde.strategy.name!r} picks no step of the trained experts "
                 f"{setup.experts} in epoch {epoch}; change config.experts or the sde section"
             )
-        for expert, slots in groups.items():
-            if len(slots) % config.micro_steps and not config.mix_experts:
-                raise ValueError(
-                    f"expert {expert} trains {len(slots)} transitions a sample, not a multiple of "
-                    f"config.micro_steps = {config.micro_steps}; set it to a divisor"
-                )
+
+
+def share(setup: states.Setup) -> int:
+    """Samples of one optimizer step."""
+    config: Config = setup.algorithm
+    return (config.best_of or config.group_size) * config.prompts_per_step // config.updates
 
 
 def init(key, setup: states.Setup, params: dict) -> states.State:
@@ -294,7 +294,7 @@ def _rescore(state, setup, batch, data, groups):
     logp_WB = data["logp_WB"]
     samples = np.arange(batch.adv_B.shape[0])
     for index in _micro_batches(setup.algorithm, groups, samples):
-        for expert, pairs in index.items():
+        for expert, pairs in ((e, pairs) for e, blocks in index.items() for pairs in blocks):
             scored = _score_pairs(
                 states.trainable(state, setup)[expert], states.frozen(state, setup)[expert],
                 data, pairs, setup=setup, expert=expert,

@@ -115,11 +115,13 @@ def check(setup: states.Setup) -> None:
                 f"config.nft.timesteps is {config.timesteps} but expert {expert} has "
                 f"{len(steps)} steps of {setup.sampling.schedule.steps}; lower it"
             )
-    if config.timesteps % config.micro_steps:
-        raise ValueError(
-            f"config.nft.timesteps = {config.timesteps} is not a multiple of config.micro_steps = "
-            f"{config.micro_steps}; set it to a divisor"
-        )
+
+
+def share(setup: states.Setup) -> int:
+    """Samples, or pairs, of one optimizer step."""
+    config: Config = setup.algorithm
+    each = 1 if config.loss == "dpo" else config.group_size
+    return each * config.prompts_per_step // config.updates
 
 
 def init(key, setup: states.Setup, params: dict) -> states.State:

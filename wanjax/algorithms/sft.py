@@ -79,16 +79,8 @@ class Batch:
 def check(setup: states.Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
-    if config.prompts_per_step % config.micro_samples:
-        raise ValueError(
-            f"config.data.batch = {config.prompts_per_step} clips do not divide into micro-batches "
-            f"of config.micro_samples = {config.micro_samples}; set it to a divisor"
-        )
-    if config.timesteps < 1 or config.timesteps % config.micro_steps:
-        raise ValueError(
-            f"config.sft.timesteps = {config.timesteps} is not a multiple of config.micro_steps = "
-            f"{config.micro_steps}; set it to a divisor"
-        )
+    if config.timesteps < 1:
+        raise ValueError(f"config.sft.timesteps is {config.timesteps}; expected at least 1")
     if not 0 <= config.caption_dropout <= 1:
         raise ValueError(
             f"config.data.caption_dropout is {config.caption_dropout}; expected a share in [0, 1]"
@@ -107,6 +99,12 @@ def check(setup: states.Setup) -> None:
             flow.quantile(0.5, config.density, shift=_shift(setup), t_lo=lo, t_hi=hi)
         except ValueError as error:
             raise ValueError(f"config.sft: {error}") from None
+
+
+def share(setup: states.Setup) -> int:
+    """Clips of one optimizer step."""
+    config: Config = setup.algorithm
+    return config.prompts_per_step
 
 
 def init(key, setup: states.Setup, params: dict) -> states.State:
@@ -175,7 +173,7 @@ def validate(state, setup, item: states.Item, tools: states.Tools) -> dict[str, 
         for lo, hi in zip(edges[:-1], edges[1:], strict=True):
             parts = []
             for first in range(0, len(item.texts), size):
-                rows = jnp.arange(first, first + size)
+                rows = jnp.arange(first, min(first + size, len(item.texts)))
                 error = _validation_error(
                     policy[expert], x0, ctx_BSE, item.cond, rows, _key(setup, 0, -1),
                     jnp.float32((lo + hi) / 2), setup=setup,

@@ -35,6 +35,7 @@ TILES = {
     "TPU7": ((4864, 1024, 256), (2048, 2048, 256)),
     "": ((2048, 1024, 512), (2048, 1024, 512)),  # v4, v5e, v5p
 }
+CHUNKS = 2  # of the heads in an all-to-all
 _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 
@@ -44,6 +45,7 @@ class _Plan:
 
     kernel: str
     ulysses: int  # devices of `context` that trade tokens for heads
+    chunks: int  # of heads, traded one after the other, so that trading overlaps with the kernel
     ring: int  # groups of those that pass keys and values round
     shared_keys: bool  # every device holds all keys (text)
     length: int  # real rows of k; later ones are padding
@@ -67,8 +69,10 @@ def attend(
     mesh = sharding.mesh_shape()
     L, S, heads = q_BLNK.shape[1], k_BSNK.shape[1], q_BLNK.shape[2]
     shared_keys = S != L or last_count > 1
-    ways = context_form(heads, mesh, form)
-    plan = _Plan(kernel, *ways, shared_keys, S if length is None else length, last_count)
+    ulysses, ring = context_form(heads, mesh, form)
+    chunks = math.gcd(heads // mesh.get("tensor", 1) // ulysses, CHUNKS) if ulysses > 1 else 1
+    real = S if length is None else length
+    plan = _Plan(kernel, ulysses, chunks, ring, shared_keys, real, last_count)
     rows = ((0, 0), (0, -L % mesh.get("context", 1)), (0, 0), (0, 0))
     pad = lambda x: jnp.pad(x, rows) if rows[1][1] else x
     if not shared_keys:
@@ -199,10 +203,17 @@ def _forward(q, k, v, *, plan: _Plan):
     forward = functools.partial(KERNELS[plan.kernel][0], last_count=plan.last_count)
     if plan.shared_keys:  # few keys (text): every device holds them all, queries stay split
         return forward(q, k, v)
-    q, k, v = (_to_heads(x, plan) for x in (q, k, v))
     if plan.ring == 1:
-        out, lse = forward(q, k[:, : plan.length], v[:, : plan.length])
-        return _to_tokens(out, plan), lse
+
+        def chunk(q, k, v):
+            q, k, v = (_to_heads(x, plan) for x in (q, k, v))
+            out, lse = forward(q, k[:, : plan.length], v[:, : plan.length])
+            return _to_tokens(out, plan), lse
+
+        parts = [chunk(*part) for part in _head_chunks((q, k, v), plan)]
+        out, lse = zip(*parts, strict=True)
+        return _join_chunks(out, plan), jnp.concatenate(lse, axis=1)
+    q, k, v = (_to_heads(x, plan) for x in (q, k, v))
 
     def hop(carry, i):
         k, v, out, lse = carry
@@ -226,18 +237,23 @@ def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
         if sharding.mesh_shape().get("context", 1) > 1:
             dk, dv = jax.lax.psum((dk, dv), "context")
         return dq, dk, dv
-    q, k, v, out, d_out = (_to_heads(x, plan) for x in (q, k, v, out, d_out))
-
-    def chunk(q, k, v):
-        return backward(q, k, v, out, lse, d_out)
 
     if plan.ring == 1:
-        dq, *dkv = chunk(q, k[:, : plan.length], v[:, : plan.length])
-        dkv = (_pad_rows(x, k.shape[1]) for x in dkv)
-        return tuple(_to_tokens(x, plan) for x in (dq, *dkv))
+
+        def chunk(lse, *arrays):
+            q, k, v, out, d_out = (_to_heads(x, plan) for x in arrays)
+            dq, *dkv = backward(q, k[:, : plan.length], v[:, : plan.length], out, lse, d_out)
+            dkv = (_pad_rows(x, k.shape[1]) for x in dkv)
+            return tuple(_to_tokens(x, plan) for x in (dq, *dkv))
+
+        lses = jnp.split(lse, plan.chunks, axis=1)
+        arrays = _head_chunks((q, k, v, out, d_out), plan)
+        parts = [chunk(lse, *part) for lse, part in zip(lses, arrays, strict=True)]
+        return tuple(_join_chunks(x, plan) for x in zip(*parts, strict=True))
+    q, k, v, out, d_out = (_to_heads(x, plan) for x in (q, k, v, out, d_out))
 
     def padded(q, k_real, v_real):
-        dq, *dkv = chunk(q, k_real, v_real)
+        dq, *dkv = backward(q, k_real, v_real, out, lse, d_out)
         return dq, *(_pad_rows(x, k.shape[1]) for x in dkv)
 
     def nothing(q):
@@ -264,6 +280,24 @@ def _to_heads(x, plan: _Plan):
 
 def _to_tokens(x, plan: _Plan):
     return _trade(x, plan, split=1, concat=2)
+
+
+def _head_chunks(arrays, plan: _Plan) -> list:
+    """The arrays [B, L, N, K] cut into as many sets of heads as plan.chunks, each with an equal
+    part of what every device of the Ulysses group will hold."""
+
+    def cut(x):
+        B, L, N, K = x.shape
+        x = x.reshape(B, L, plan.ulysses, plan.chunks, -1, K)
+        return [x[:, :, :, i].reshape(B, L, -1, K) for i in range(plan.chunks)]
+
+    return list(zip(*map(cut, arrays), strict=True))
+
+
+def _join_chunks(parts, plan: _Plan):
+    """Invert `_head_chunks` for one array."""
+    B, L, _, K = parts[0].shape
+    return jnp.stack([x.reshape(B, L, plan.ulysses, -1, K) for x in parts], 3).reshape(B, L, -1, K)
 
 
 def _trade(x, plan: _Plan, split: int, concat: int):

@@ -82,7 +82,9 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
 
         spare = stages * interleave * per != layers
         start = (jnp.zeros_like(h_MBLD[0]), jnp.zeros_like(h_MBLD))
-        (_, done), _ = jax.lax.scan(step, start, jnp.arange(turns + last))
+        # written out for "offload": XLA:GPU moves nothing to the host out of a loop in a loop
+        unroll = remat == "offload"
+        (_, done), _ = jax.lax.scan(step, start, jnp.arange(turns + last), unroll=unroll)
         return done[None]  # zero but on the last stage
 
     # a copy a stage and a sum over stages, not replication and psum: their gradients would be
