@@ -83,7 +83,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.sde.kind = "flow"  # flow, dance, cps, linear
     c.sde.eta = 0.7
     c.sde.strategy = "dual_window"  # see wanjax.schedule.STRATEGIES
-    c.sde.window = 1  # steps per window (dual_window: per expert)
+    c.sde.window = 1  # steps per window
+    c.sde.low_window = 0  # of expert low in dual_window; 0 = as many as of expert high
     c.sde.range = ()  # (lo, hi) of allowed steps; () = all but the last
     c.sde.fraction = (0.0, 1.0)  # of the trajectory, for strategy fraction
     c.sde.candidates = ()  # steps to draw from, for global_window; () = the range

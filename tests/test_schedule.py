@@ -261,12 +261,28 @@ def test_strategies_depend_on_epoch_and_seed_only_through_the_draw():
         assert all(19 not in c for c in chosen)
 
 
+def test_each_expert_may_have_a_window_of_its_own_size():
+    """The high window is the one of equal sizes; the low one has three consecutive steps."""
+    s = schedule.make_schedule("unipc", 20, 5, 0.875)
+    high_steps, name = s.high_steps, dict(name="dual_window", window=2)
+    for epoch in range(8):
+        chosen = _steps(s, epoch, 3, **name, low_window=3)
+        low = [i for i in chosen if i >= high_steps]
+        assert [i for i in chosen if i < high_steps] == _steps(s, epoch, 3, **name)[:2]
+        assert low == list(range(low[0], low[0] + 3)) and low[-1] < 19
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         (dict(name="windowed"), "sde.strategy is 'windowed'"),
         (dict(name="high_window", window=4), "sde.window is 4 but expert high has 3 steps"),
         (dict(name="dual_window", window=4), "sde.window is 4 but expert high has 3 steps"),
+        (
+            dict(name="dual_window", window=1, low_window=9),
+            "sde.low_window is 9 but expert low has",
+        ),
+        (dict(name="window", window=1, low_window=1), "sde.low_window is 1 but sde.strategy is"),
         (dict(name="window", window=0), "sde.window is 0"),
         (dict(name="window", window=10), "sde.window is 10 but sde.range has 9 steps"),
         (dict(name="window", window=1, range=(3, 10)), "sde.include_last"),

@@ -52,7 +52,8 @@ class Strategy:
     """Which steps are stochastic and trained (config section `sde`).
 
     name: a key of STRATEGIES.
-    window: steps per window (dual_window: per expert; fraction: steps drawn at random, 0 = all).
+    window: steps per window (fraction: steps drawn at random, 0 = all).
+    low_window: steps of expert low's window, for dual_window; 0 = as many as expert high's.
     range: [lo, hi) of allowed steps; None = every step except the last.
     fraction: (from, to) of the trajectory, for fraction.
     candidates: steps to draw from, for global_window; None = the range.
@@ -64,6 +65,7 @@ class Strategy:
 
     name: str
     window: int = 0
+    low_window: int = 0
     range: tuple[int, int] | None = None
     fraction: tuple[float, float] = (0.0, 1.0)
     candidates: tuple[int, ...] | None = None
@@ -152,6 +154,11 @@ def sde_steps(
         raise ValueError(
             f"sde.strategy is {strategy.name!r}; expected one of {', '.join(STRATEGIES)}"
         )
+    if strategy.low_window and strategy.name != "dual_window":
+        raise ValueError(
+            f"sde.low_window is {strategy.low_window} but sde.strategy is {strategy.name!r}; set "
+            "it to 0, or the strategy to 'dual_window'"
+        )
     chosen = STRATEGIES[strategy.name](schedule, strategy, epoch, seed)
     if len(chosen) == 0:
         raise ValueError(
@@ -219,12 +226,12 @@ def _range(schedule, strategy):
     return lo, hi
 
 
-def _draw_window(steps, window, rng, where):
-    """Draw `window` consecutive entries of the list of steps."""
+def _draw_window(steps, window, rng, where, key="sde.window"):
+    """Draw `window` consecutive entries of the list of steps; errors name where and config key."""
     if not 1 <= window <= len(steps):
         raise ValueError(
-            f"sde.window is {window} but {where} has {len(steps)} steps to draw from; "
-            f"set sde.window to 1..{len(steps)}, or change sde.range, sampling.steps or "
+            f"{key} is {window} but {where} has {len(steps)} steps to draw from; "
+            f"set {key} to 1..{len(steps)}, or change sde.range, sampling.steps or "
             f"sampling.shift"
         )
     start = int(rng.integers(0, len(steps) - window + 1))
@@ -272,7 +279,9 @@ def _dual_window(schedule, strategy, epoch, seed):
     steps = np.arange(*_range(schedule, strategy))
     low = np.arange(schedule.high_steps, schedule.steps - (not strategy.include_last))
     high = _draw_window(steps[schedule.expert[steps] == 1], strategy.window, rng, "expert high")
-    return np.concatenate([high, _draw_window(low, strategy.window, rng, "expert low")])
+    key = "sde.low_window" if strategy.low_window else "sde.window"
+    window = strategy.low_window or strategy.window
+    return np.concatenate([high, _draw_window(low, window, rng, "expert low", key)])
 
 
 def _global_window(schedule, strategy, epoch, seed):

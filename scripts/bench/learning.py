@@ -210,8 +210,8 @@ def write(args, rows) -> None:
         f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}.",
         "The intervals take the seeds as independent, although their prompts and starting noise",
         "are the same; rows that are equal in all seeds count as one.", "",
-        "DiT evaluations: of a clip, sampled as it was judged. GPU-seconds: collects and updates of",
-        f"a run, its seconds / {args.together}, which is how many runs shared the card.", "",
+        "DiT evaluations: of a clip, sampled as it was judged. GPU-seconds: collects and updates",
+        f"of a run, divided by {args.together}, the runs that shared the card.", "",
         "| row | success before | success after, 95 % | gain, points | DiT evaluations "
         "| videos made | GPU-seconds |",
         "|---|---|---|---|---|---|---|",

@@ -91,7 +91,7 @@ def lora_step(args) -> dict:
             value, _ = flow.flow_loss(v, x0, noise)
             return value, {"loss": value}
 
-        return optim.step(loss, adapter, opt, {"high": t}, settings)
+        return optim.step(loss, adapter, opt, {"high": (t,)}, settings)
 
     def call(i):
         nonlocal adapter, opt

@@ -374,9 +374,10 @@ def _of_parquet(file) -> list[Clip]:
             last = lambda s: _channels_last(s) if s else None
             parts = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
             digest = hashlib.sha256(parts.encode()).hexdigest()
+            length, width = list(shapes["text"])
             clips.append(
                 Clip(
-                    row["caption"], digest, last(shapes["latents"]), *shapes["text"],
+                    row["caption"], digest, last(shapes["latents"]), length, width,
                     last(shapes["first"]), shapes["image"] or None, str(file), group, number,
                 )
             )  # fmt: skip
