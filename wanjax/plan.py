@@ -357,18 +357,11 @@ def _compile(config, setup, mesh, weights):
     algorithm = train.ALGORITHMS[config.algorithm]
     whole = lambda tree: jax.tree.map(lambda x: _abstract(x, NamedSharding(mesh, P())), tree)
     state = jax.eval_shape(lambda p: algorithm.init(jax.random.key(0), setup, p), weights)
-    kind = "pinned_host" if config.model.offload else "device"
-    split = lambda tree: jax.tree.map(
-        lambda x, where: _abstract(x, where.with_memory_kind(kind)),
-        tree, sharding.tree_shardings(mesh, tree, wan.logical_axes),
-    )  # fmt: skip
-    roles = {r: {e: split(t) for e, t in experts.items()} for r, experts in state.params.items()}
     where = states.shardings(state, mesh)
-    at = lambda tree, where: jax.tree.map(_abstract, tree, where)
-    state = whole(state).replace(
-        params=roles, adapters=at(state.adapters, where.adapters), opt=at(state.opt, where.opt),
-        role_opt=at(state.role_opt, where.role_opt),
-    )  # fmt: skip
+    if config.model.offload:
+        away = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), where.params)
+        where = where.replace(params=away)
+    state = jax.tree.map(_abstract, state, where)
 
     rows = model.wan.text_len
     vector = lambda shape, dtype=jnp.float32: whole(jax.ShapeDtypeStruct(shape, dtype))
