@@ -73,6 +73,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.sampling.frames = 5
     c.sampling.solver = "euler"  # of ODE steps: euler, dpmpp_2m, unipc; renoise: fresh noise a step
     c.sampling.batch = 8  # samples per device call
+    c.sampling.vae_tile = 0  # decode in tiles of so many pixels a side (diffusers: 256); 0 = whole
     c.guidance = ConfigDict()
     c.guidance.high = 0.0  # 0 takes the model's; 1 runs without the unconditional pass
     c.guidance.low = 0.0

@@ -11,7 +11,7 @@ from convert import lora as convert_lora
 from tests import tiny
 from wanjax import sample, trees
 from wanjax import state as states
-from wanjax.models import lora
+from wanjax.models import lora, vae
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,15 @@ def test_a_sample_depends_on_its_seed_and_number_not_on_the_batch():
     assert np.abs(whole.astype(int) - split).max() <= 1  # float32 order of sums, then rounding
     other = _generate(_setup(sampling__batch=4), seed=2)
     assert np.abs(whole.astype(int) - other).max() > 1
+
+
+def test_frames_may_be_decoded_in_tiles():
+    setup, params = _setup(sampling__vae_tile=32), tiny.parameters()["vae"]
+    z = jax.random.normal(jax.random.key(0), (1, 1, 8, 8, 4))
+    whole, tiled = (states.decode(params, z, setup=s) for s in (_setup(), setup))
+    want = (vae.decode_tiled(params, z, config=tiny.MODEL.vae, tile=32) + 1) * 127.5
+    assert np.abs(np.asarray(tiled, float) - want).max() <= 0.51
+    assert tiled.shape == (1, 1, 64, 64, 3) and np.abs(whole.astype(int) - tiled).max() > 1
 
 
 def test_contexts_are_padded_to_one_length_for_all_prompts(model):

@@ -169,6 +169,7 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(algorithm="ppo"), "config.algorithm is 'ppo'"),
     (dict(sampling__height=20), "config.sampling.height"),
     (dict(sampling__frames=6), "config.sampling.frames is 6"),
+    (dict(sampling__vae_tile=20), "config.sampling.vae_tile is 20"),
     (dict(sampling__grid="cosine"), "sampling.grid is 'cosine'"),
     (dict(sampling__solver="rk9"), "solver is 'rk9'; set config.sampling.solver"),
     (dict(eval__solver="rk9"), "solver is 'rk9'; .* or config.eval.solver"),

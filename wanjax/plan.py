@@ -403,7 +403,9 @@ def _compile(config, setup, mesh, weights):
         lambda _, x: _abstract(x, x.sharding, _plain(config.model.param_dtype)), decoder
     )
     phases["decode"], _ = _measure(
-        states.decode.lower(decoder, x0, config=model.vae), 0, samples // size
+        states.to_pixels.lower(decoder, x0, config=model.vae, tile=setup.sampling.vae_tile),
+        0,
+        samples // size,
     )
     grow = lambda x, axis: jax.ShapeDtypeStruct(
         (*x.shape[:axis], samples, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding

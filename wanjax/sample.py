@@ -52,7 +52,7 @@ def generate(
             policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
             jnp.asarray(rows + first_id), given, setup=setup,
         )  # fmt: skip
-        videos.append(states.decode(vae_params, x0, config=setup.model.vae))
+        videos.append(states.decode(vae_params, x0, setup=setup))
     return np.concatenate([sharding.fetch(v) for v in videos])[:count]
 
 

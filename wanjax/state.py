@@ -77,6 +77,7 @@ class SamplingConfig:
     )
     solver: str = "euler"  # of ODE steps, or "renoise": the few-step sampler with fresh noise
     batch: int = 8  # samples per device call
+    vae_tile: int = 0  # side in pixels of the tiles that are decoded one by one; 0: whole frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,11 +404,19 @@ def check_batches(setup: Setup, units: str = "samples", number: int = 0) -> None
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def decode(vae_params, x0_BTHWC, *, config):
-    """Latents to uint8 video [B, frames, height, width, 3]; config is the model's VAEConfig."""
-    video = vae.decode(vae_params, x0_BTHWC, config=config).astype(jnp.float32)
-    return jnp.round((video + 1) * 127.5).astype(jnp.uint8)
+def decode(vae_params, x0_BTHWC, *, setup: Setup):
+    """Latents to uint8 video [B, frames, height, width, 3]."""
+    return to_pixels(vae_params, x0_BTHWC, config=setup.model.vae, tile=setup.sampling.vae_tile)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "tile"))
+def to_pixels(vae_params, x0_BTHWC, *, config: vae.VAEConfig, tile: int):
+    """`decode`, compiled."""
+    if tile:
+        video = vae.decode_tiled(vae_params, x0_BTHWC, config=config, tile=tile)
+    else:
+        video = vae.decode(vae_params, x0_BTHWC, config=config)
+    return jnp.round((video.astype(jnp.float32) + 1) * 127.5).astype(jnp.uint8)
 
 
 def latent_shape(setup: Setup) -> tuple[int, int, int, int]:
@@ -422,6 +431,11 @@ def latent_shape(setup: Setup) -> tuple[int, int, int, int]:
     if (s.frames - 1) % code.scale_factor_temporal:
         raise ValueError(
             f"config.sampling.frames is {s.frames}; expected {code.scale_factor_temporal}·n + 1"
+        )
+    if s.vae_tile < 0 or s.vae_tile % (4 * code.scale_factor_spatial):
+        raise ValueError(
+            f"config.sampling.vae_tile is {s.vae_tile}; expected 0, or pixels in multiples of "
+            f"{4 * code.scale_factor_spatial}"
         )
     frames = (s.frames - 1) // code.scale_factor_temporal + 1
     side = code.scale_factor_spatial

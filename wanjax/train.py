@@ -487,7 +487,7 @@ def _sampling(plan, guidance, model: presets.ModelConfig) -> states.SamplingConf
         ),  # fmt: skip
         guidance=presets.Guidance(scale("high"), scale("low")),
         guidance_mode=guidance["mode"],
-        **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch")},
+        **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch", "vae_tile")},
     )
 
 

@@ -58,15 +58,6 @@ def test_draws_stay_below_the_boundary_even_at_the_last_quantile(density):
     assert np.all((high >= 875) & (high < 1000)) and high[0] < 875.01
 
 
-def test_draws_depend_on_key_and_sample_id_only():
-    key, ids = jax.random.key(1), jnp.arange(8)
-    draw = lambda key, ids: flow.draw_timesteps(key, ids, flow.Density("logit_normal"), shift=3.0)
-    whole = draw(key, ids)
-    np.testing.assert_array_equal(draw(key, ids[3:5]), whole[3:5])
-    assert len(set(np.asarray(whole))) == 8 and not np.any(draw(jax.random.key(2), ids) == whole)
-    assert whole.dtype == jnp.float32
-
-
 def test_shift_and_its_inverse_equal_those_of_the_schedule():
     u = np.linspace(0, 1, 101)
     for k in (1.0, 3.0, 12.0):
@@ -125,16 +116,6 @@ def test_conversions_invert_each_other(rng):
     )
 
 
-def test_bins_add_up_and_leave_out_what_is_empty():
-    edges = [0, 250, 500, 1000]
-    t_B, value_B = jnp.array([0.0, 249.9, 250.0, 100.0, 1000.0]), jnp.array([1.0, 2.0, 4.0, 6.0, 9])
-    whole = flow.bin_sums(value_B, t_B, edges)
-    parts = [flow.bin_sums(value_B[s], t_B[s], edges) for s in (slice(0, 2), slice(2, 5))]
-    for a, b, c in zip(whole, *parts, strict=True):
-        np.testing.assert_array_equal(a, b + c)
-    assert flow.bin_metrics(*whole, edges) == {"t0-250": 3.0, "t250-500": 4.0}
-
-
 def test_wrong_arguments_are_errors():
     x, density = jnp.zeros((2, 3)), flow.Density
     with pytest.raises(ValueError, match="shapes differ"):
@@ -149,5 +130,3 @@ def test_wrong_arguments_are_errors():
         flow.quantile(0.5, density(), shift=1.0, t_lo=900.0, t_hi=875.0)
     with pytest.raises(ValueError, match="scale of timestep density 'mode' is 2"):
         flow.quantile(0.5, density("mode", scale=2.0), shift=1.0)
-    with pytest.raises(ValueError, match=r"t has shape \(3,\)"):
-        flow.bin_sums(jnp.ones(2), jnp.ones(3), [0, 1])

@@ -306,20 +306,6 @@ def test_modes_map_signs_as_documented():
         np.testing.assert_allclose(nft.optimality(adv, mode, 5.0), expected, rtol=1e-6)
 
 
-def test_stratified_timesteps_fill_every_stratum_of_the_expert():
-    density = flow.Density()
-    key, ids = jax.random.key(3), jnp.arange(64)
-    kwargs = dict(shift=5.0, t_lo=875.0, t_hi=1000.0)
-    t_BT = nft.stratified_timesteps(key, ids, 4, density, **kwargs)
-    edges = np.asarray(flow.quantile(jnp.linspace(0, 1, 5), density, **kwargs))
-    assert t_BT.shape == (64, 4) and edges[0] == 875
-    for k in range(4):
-        assert np.all(t_BT[:, k] >= edges[k]) and np.all(t_BT[:, k] <= edges[k + 1])
-        assert np.std(t_BT[:, k]) > 0.2 * (edges[k + 1] - edges[k])
-    part = nft.stratified_timesteps(key, ids[40:], 4, density, **kwargs)
-    np.testing.assert_array_equal(part, t_BT[40:])  # nothing depends on the split
-
-
 def test_stratified_steps_cover_the_steps_of_the_expert():
     key, ids = jax.random.key(0), jnp.arange(200)
     steps = np.asarray(nft.stratified_steps(key, ids, 3, 4, 10))

@@ -186,20 +186,13 @@ def test_tiling_equals_diffusers(rng, name, frames, rows, columns):
     mean, std = statistics(config)
     tile, stride = 4 * f, 3 * f
     with torch.no_grad():
-        plain = module.encode(to_torch(x)).latent_dist.mode()
-        module.enable_tiling(
-            tile // config.patch, tile // config.patch, *[stride // config.patch] * 2
-        )
         mu = module.encode(to_torch(x)).latent_dist.mode()
+        plain = from_torch(module.decode(mu).sample)
         module.enable_tiling(tile, tile, stride, stride)
         want_x = from_torch(module.decode(mu).sample)
     want_z = from_torch((mu - mean) / std)
-    assert error(from_torch(mu), from_torch(plain)) > 1e-3  # tiles do change the result
-    encode = partial(
-        vae.encode_tiled, config=config, tile=tile // config.patch, stride=stride // config.patch
-    )
-    decode = partial(vae.decode_tiled, config=config, tile=tile, stride=stride)
-    assert error(jax.jit(encode)(params, x), want_z) < 1e-5
+    assert error(want_x, plain) > 1e-3  # tiles do change the result
+    decode = partial(vae.decode_tiled, config=config, tile=tile)
     assert error(jax.jit(decode)(params, want_z), want_x) < 1e-5
 
 
@@ -207,7 +200,7 @@ def test_tiling_leaves_small_frames_alone(rng):
     _, config, params = reference("2.1")
     z = rng.normal(size=(1, 1, 4, 3, 4)).astype(np.float32)
     want = jax.jit(partial(vae.decode, config=config))(params, z)
-    tiled = jax.jit(partial(vae.decode_tiled, config=config, tile=32, stride=16))
+    tiled = jax.jit(partial(vae.decode_tiled, config=config, tile=32))
     got = tiled(params, z)
     np.testing.assert_array_equal(got, want)
 
@@ -252,12 +245,10 @@ def test_decode_refuses_wrong_shapes(shape):
         vae.decode({}, jnp.zeros(shape), config=CONFIGS["mixed"])
 
 
-@pytest.mark.parametrize("tile,stride", [(16, 24), (20, 16), (16, 0)])
-def test_tiling_refuses_bad_tiles(tile, stride):
+@pytest.mark.parametrize("tile", [-32, 20, 16])
+def test_tiling_refuses_bad_tiles(tile):
     with pytest.raises(ValueError, match="vae tiling"):
-        vae.decode_tiled(
-            {}, jnp.zeros((1, 1, 8, 8, 4)), config=CONFIGS["mixed"], tile=tile, stride=stride
-        )
+        vae.decode_tiled({}, jnp.zeros((1, 1, 8, 8, 4)), config=CONFIGS["mixed"], tile=tile)
 
 
 @pytest.mark.parametrize(

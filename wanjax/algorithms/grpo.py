@@ -134,7 +134,7 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
             policy, ctx_BSE[first : first + len(ids)], tools.uncond_1SE, key, ids, slot_I,
             setup=setup, slots=len(steps_W),
         )  # fmt: skip
-        video = states.decode(tools.vae, x0, config=setup.model.vae)
+        video = states.decode(tools.vae, x0, setup=setup)
         pending.append((trajectory, x0, video))
     times: dict[str, float] = {}
     videos = metrics.ready([(x0, video) for _, x0, video in pending], times)

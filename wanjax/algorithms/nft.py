@@ -152,7 +152,7 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
         for first in range(0, len(item.texts) * K, size)
     ]  # fmt: skip
     times: dict[str, float] = {}
-    videos = [states.decode(tools.vae, x0, config=setup.model.vae) for x0 in latents]
+    videos = [states.decode(tools.vae, x0, setup=setup) for x0 in latents]
     videos = metrics.ready(list(zip(latents, videos, strict=True)), times)
     reward = metrics.clocked(tools.reward, times, "collect/reward")
     texts = [prompt for prompt in item.texts for _ in range(K)]

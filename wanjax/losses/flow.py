@@ -58,11 +58,6 @@ def flow_error(v, x0, noise):
     return sample_mean((v - jax.lax.stop_gradient(noise - x0)) ** 2)
 
 
-def draw_timesteps(key, sample_ids, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
-    """Draw t_B float32 in [t_lo, t_hi), a function of (key, sample id) only."""
-    return quantile(uniform(key, sample_ids), density, shift=shift, t_lo=t_lo, t_hi=t_hi)
-
-
 def uniform(key, sample_ids, shape=()):
     """U(0, 1) [B, *shape] float32, a function of (key, sample id) only."""
     one = lambda sample_id: jax.random.uniform(jax.random.fold_in(key, sample_id), shape)
@@ -90,21 +85,6 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
     t = 1000 * shift_map(u, shift)
     # float32 rounding may reach t_hi, where the other expert begins
     return jnp.clip(t, t_lo, np.nextafter(np.float32(t_hi), np.float32(0))).astype(jnp.float32)
-
-
-def bin_sums(value_B, t_B, edges):
-    """(sum [N], count [N]) of the values by timestep bin [edges[i], edges[i + 1]): they add up over
-    micro-batches and hosts. Timesteps outside all bins are left out."""
-    check_per_sample(value_B, t=t_B)
-    edges = jnp.asarray(edges, jnp.float32)
-    inside_BN = (t_B[:, None] >= edges[None, :-1]) & (t_B[:, None] < edges[None, 1:])
-    return jnp.where(inside_BN, value_B[:, None], 0).sum(0), inside_BN.sum(0)
-
-
-def bin_metrics(sum_N, count_N, edges) -> dict:
-    """{"t0-250": mean, ...} of `bin_sums`; bins without a sample are left out."""
-    rows = zip(np.asarray(sum_N), np.asarray(count_N), edges[:-1], edges[1:], strict=True)
-    return {f"t{lo:g}-{hi:g}": float(s / n) for s, n, lo, hi in rows if n}
 
 
 def bell_weight(t, shift):

@@ -120,15 +120,6 @@ def cosine_decay(step, start, cap, steps, warmup=0):
     return np.where(step < warmup, start * step / max(warmup, 1), decay)[()]
 
 
-def stratified_timesteps(
-    key, sample_ids, count, density: flow.Density, *, shift, t_lo=0.0, t_hi=1000.0
-):
-    """t_BT in [t_lo, t_hi), one in each of `count` parts of equal probability; a function of (key,
-    sample id) only."""
-    q_BT = _strata(key, sample_ids, count)
-    return flow.quantile(q_BT, density, shift=shift, t_lo=t_lo, t_hi=t_hi)
-
-
 def stratified_steps(key, sample_ids, count, lo, hi):
     """int step_BT of a schedule in [lo, hi), the steps of an expert, one in each of `count` equal
     parts; a function of (key, sample id) only."""

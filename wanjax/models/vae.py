@@ -129,26 +129,11 @@ def decode(params, z_BTHWC, *, config: VAEConfig, step=1):
     return jnp.clip(_unpatchify(x, config.patch), -1.0, 1.0)
 
 
-def encode_tiled(params, x_BTHWC, *, config: VAEConfig, tile=256, stride=192):
-    """Encode big frames in overlapping spatial tiles with linear blending; see `encode`.
-
-    `tile` and `stride` count patchified pixels (2x2 image pixels each in Wan 2.2), as in diffusers;
-    both must divide by the encoder's own spatial factor.
+def decode_tiled(params, z_BTHWC, *, config: VAEConfig, tile=256):
+    """Decode big frames in spatial tiles that overlap by a quarter, blended linearly, as diffusers
+    does; see `decode`. `tile` counts pixels: multiples of 4·scale_factor_spatial.
     """
-    _check_pixels(x_BTHWC, config)
-    factor = config.scale_factor_spatial // config.patch
-    _check_tiles(tile, stride, factor)
-    run = lambda x: _encode_moments(params, x, config)
-    x = _patchify(x_BTHWC, config.patch)
-    moments = _tiled(run, x, (tile, stride), (tile // factor, stride // factor))
-    return _normalise(moments[..., : config.z_dim], config)
-
-
-def decode_tiled(params, z_BTHWC, *, config: VAEConfig, tile=256, stride=192):
-    """Decode big frames in overlapping spatial tiles with linear blending; see `decode`.
-
-    `tile` and `stride` count pixels and must divide by scale_factor_spatial.
-    """
+    stride = tile * 3 // 4
     _check_latents(z_BTHWC, config)
     _check_tiles(tile, stride, config.scale_factor_spatial)
     run = lambda z: _decode_frames(params, z, config)
