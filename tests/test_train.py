@@ -348,7 +348,7 @@ def test_clips_become_adapters_and_videos_and_an_interrupted_run_has_the_same_bi
     (dict(data__path="none"), "none holds no cached clips"),
     (dict(data__holdout=1.5), "config.data.holdout 1.5"),
     (dict(data__first_frame=True), "config.data.first_frame is on"),
-    (dict(data__batch=6), "config.data.batch = 6 clips do not divide"),
+    (dict(data__batch=6), "a batch of 6 samples does not divide over mesh.data"),
     (dict(sft__density="beta"), "config.sft: timestep density is 'beta'"),
     (dict(algorithm="grpo", prompts="shapes:train:1"), "config.reward is empty"),
 ])  # fmt: skip
