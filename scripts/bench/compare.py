@@ -15,6 +15,8 @@ TITLES = {
     "forward": "DiT forward, 14B",
     "lora_step": "LoRA r32 step, 14B",
     "grpo": "GRPO iteration, A14B 480x480x5, K=16",
+    "nft": "NFT iteration, A14B 480x480x5, K=16",
+    "dmd2": "DMD2 step of one clip, A14B",
     "vae_decode": "VAE decode",
     "vae_encode": "VAE encode",
     "umt5": "UMT5-XXL, 8 x 512 tokens",
@@ -28,7 +30,7 @@ def main():
     parser.add_argument("--repeats", default="5")
     parser.add_argument("--layers", default="40", help="fewer to try the scripts")
     parser.add_argument("--size", default="480x832x81")
-    parser.add_argument("--remat", default="full", help="ours.py's policy for lora_step")
+    parser.add_argument("--remat", default="full", help="ours.py's policy of training")
     args = parser.parse_args()
     for figure in args.figures:
         options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
@@ -41,7 +43,7 @@ def main():
 
 
 def _row(figure, args, ours, peer) -> dict:
-    size = "" if figure in ("grpo", "umt5") else f" {args.size}"
+    size = "" if figure in ("grpo", "nft", "umt5") else f" {args.size}"
     return {
         "figure": f"{TITLES[figure]}{size}, {args.layers} layers, bf16",
         "wanjax s": ours["seconds"],

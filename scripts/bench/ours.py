@@ -150,7 +150,7 @@ def _iteration(algorithm, config, args) -> dict:
         nonlocal state, first
         start = time.perf_counter()
         batch = algorithm.collect(state, setup, item, tools)
-        jax.block_until_ready([x for x in vars(batch).values() if isinstance(x, jax.Array)])
+        jax.block_until_ready(list(vars(batch).values()))
         middle = time.perf_counter()
         state, metrics = algorithm.update(state, setup, batch)
         metrics = {name: float(value) for name, value in metrics.items()}

@@ -1,6 +1,6 @@
 """The same figures as ours.py in diffusers, PEFT and torch.compile; one JSON line per figure.
 
-    python scripts/bench/peer.py forward lora_step grpo vae_decode vae_encode umt5
+    python scripts/bench/peer.py forward lora_step grpo nft dmd2 vae_decode vae_encode umt5
 
 Needs torch with CUDA, diffusers, peft and transformers. Random bf16 weights. The transformer's
 blocks are compiled (compile_repeated_blocks) over cuDNN attention unless --attention names another
@@ -8,17 +8,21 @@ backend of diffusers; training uses gradient checkpointing.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from report_table import timed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRPO = dict(steps=10, samples=16, rank=64, shift=12.0, boundary=0.875)
+NFT = dict(steps=12, samples=16, rank=64, shift=12.0, boundary=0.875, timesteps=2)
+DMD2 = dict(sigmas=(1.0, 0.75, 0.5, 0.25), rank=64, shift=5.0, boundary=0.875)
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 
 
@@ -58,7 +62,8 @@ def forward(args) -> dict:
 
 def lora_step(args) -> dict:
     model, (x0, ctx) = transformer(args, rank=32, checkpointing=True), inputs(args)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4)
+    parameters = adapter(model)
+    optimizer = torch.optim.AdamW(parameters, 1e-4)
 
     def call(i):
         t = torch.full((1,), 900.0 - i, device=DEVICE)
@@ -68,9 +73,7 @@ def lora_step(args) -> dict:
         v = model(x_t, t, ctx, return_dict=False)[0]
         loss = F.mse_loss(v.float(), noise - x0.float())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimize(parameters, optimizer)
         return float(loss.detach())
 
     return timed(call, args.repeats)
@@ -80,23 +83,15 @@ def grpo_iteration(args) -> dict:
     """K samples of one prompt by both experts with guidance and one SDE step each, decoded; then
     one policy-gradient step per expert over micro-batches of 2 samples."""
     experts = [transformer(args, rank=GRPO["rank"], checkpointing=True) for _ in range(2)]
-    parameters = [[p for p in m.parameters() if p.requires_grad] for m in experts]
+    parameters = [adapter(m) for m in experts]
     optimizers = [torch.optim.AdamW(p, 1e-4) for p in parameters]
     decoder = vae()
     ctx, uncond = (random(1, 512, 4096) for _ in range(2))
     steps, shift, K = GRPO["steps"], GRPO["shift"], GRPO["samples"]
-    u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    sigmas = (shift * u / (1 + (shift - 1) * u)).tolist()
+    sigmas = shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
     owner = [0 if s >= GRPO["boundary"] else 1 for s in sigmas[:-1]]
     stored = {owner.index(1) - 2, owner.index(1)}  # one step of each expert
-    parts = {"collect_s": [], "update_s": []}
-
-    def velocity(model, x, sigma, scale):
-        both = torch.cat([x, x]).to(torch.bfloat16)
-        text = torch.cat([ctx.expand(len(x), -1, -1), uncond.expand(len(x), -1, -1)])
-        t = torch.full((len(both),), 1000 * sigma, device=DEVICE)
-        c, u = model(both, t, text, return_dict=False)[0].float().chunk(2)
-        return u + scale * (c - u)
+    guidance = [(uncond, 4.0), (uncond, 3.0)]
 
     def transition(x, v, s, n):  # Flow-GRPO's kernel, eta 0.7
         g = 0.7 * (s / (1 - min(s, sigmas[1]))) ** 0.5
@@ -107,13 +102,13 @@ def grpo_iteration(args) -> dict:
         return -(((x_next - mean) ** 2).mean((1, 2, 3, 4)) / (2 * std**2))
 
     @torch.no_grad()
-    def collect():
+    def collect(_):
         kept, scores = [], []
         for _ in range(0, K, 4):
             x = torch.randn(4, 16, 2, 60, 60, device=DEVICE)
             for i in range(steps):
                 s, n = sigmas[i], sigmas[i + 1]
-                v = velocity(experts[owner[i]], x, s, (4.0, 3.0)[owner[i]])
+                v = velocity(experts[owner[i]], x, 1000 * s, ctx, guidance[owner[i]])
                 if i in stored:
                     mean, std = transition(x, v, s, n)
                     x_next = mean + std * torch.randn_like(x)
@@ -121,41 +116,191 @@ def grpo_iteration(args) -> dict:
                     x = x_next
                 else:
                     x = x - (s - n) * v
-            video = decoder.decode(x.to(torch.bfloat16), return_dict=False)[0]
-            scores.append(video.float().mean((1, 2, 3, 4)))
-        scores = torch.cat(scores)
-        return kept, (scores - scores.mean()) / (scores.std() + 1e-4)
+            scores.append(brightness(decoder, x))
+        return kept, advantages(scores)
 
-    def update(kept, adv):
+    def update(_, kept, adv):
         seen = [0, 0]
         for e, s, n, x, x_next, old in kept:
             first = seen[e]
             seen[e] += len(x)
             for j in range(0, len(x), 2):
-                v = velocity(experts[e], x[j : j + 2], s, (4.0, 3.0)[e])
+                v = velocity(experts[e], x[j : j + 2], 1000 * s, ctx, guidance[e])
                 mean, std = transition(x[j : j + 2], v, s, n)
                 ratio = (log_prob(x_next[j : j + 2], mean, std) - old[j : j + 2]).exp()
                 a = adv[first + j : first + j + 2]
                 loss = -torch.minimum(ratio * a, ratio.clamp(1 - 1e-4, 1 + 1e-4) * a).mean()
                 (loss * 2 / K).backward()
         for group, optimizer in zip(parameters, optimizers, strict=True):
-            torch.nn.utils.clip_grad_norm_(group, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimize(group, optimizer)
 
-    def call(i):
-        start = time.perf_counter()
-        kept, adv = collect()
-        float(adv[0])
-        middle = time.perf_counter()
-        update(kept, adv)
-        synchronize()
-        parts["collect_s"].append(middle - start)
-        parts["update_s"].append(time.perf_counter() - middle)
-        print({name: round(v[-1], 2) for name, v in parts.items()}, file=sys.stderr, flush=True)
+    return iteration(args, collect, update)
 
-    row = timed(call, min(args.repeats, 2))
-    return row | {name: round(statistics.median(v[1:]), 2) for name, v in parts.items()}
+
+def nft_iteration(args) -> dict:
+    """K samples of one prompt by the old policy without guidance, decoded; then one NFT step per
+    expert over micro-batches of 2 samples at one of their T levels.
+
+    Forward passes of one sample, a backward pass counts two: collect K·12 = 192, update 2 experts
+    · K·T · (3 trained + 1 old + 1 base) = 320.
+    """
+    from diffusers import UniPCMultistepScheduler
+
+    steps, K, T = NFT["steps"], NFT["samples"], NFT["timesteps"]
+    experts = [transformer(args, NFT["rank"], True, ("default", "old")) for _ in range(2)]
+    trained, old = ([adapter(m, name) for m in experts] for name in ("default", "old"))
+    ema = [[p.detach().clone() for p in group] for group in trained]
+    for e in range(2):
+        follow(old[e], trained[e], 0.0)
+    optimizers = [torch.optim.AdamW(p, 1e-4, weight_decay=0.0) for p in trained]
+    decoder, ctx = vae(), random(1, 512, 4096)
+    solver = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=NFT["shift"]
+    )
+    solver.set_timesteps(steps)
+    split = int((solver.timesteps >= 1000 * NFT["boundary"]).sum())
+
+    @torch.no_grad()
+    def collect(_):
+        for model in experts:
+            use(model, "old")
+        latents = []
+        for _ in range(0, K, 4):
+            x = torch.randn(4, 16, 2, 60, 60, device=DEVICE)
+            solver.set_timesteps(steps)
+            for i, t in enumerate(solver.timesteps.tolist()):
+                v = velocity(experts[i >= split], x, t, ctx)
+                x = solver.step(v, t, x, return_dict=False)[0]
+            latents.append(x)
+        return torch.cat(latents), advantages([brightness(decoder, x) for x in latents])
+
+    def micro_batches(x0, adv, first, stop):  # a level in each of T parts of the expert's steps
+        u_KT = (torch.arange(T) + torch.rand(K, T)) / T
+        step_KT = (first + (u_KT * (stop - first)).long()).clamp(max=stop - 1)
+        sigma_KT, t_KT = (a[step_KT].to(DEVICE) for a in (solver.sigmas, solver.timesteps))
+        for j, k in itertools.product(range(0, K, 2), range(T)):
+            x, s = x0[j : j + 2], sigma_KT[j : j + 2, k].reshape(-1, 1, 1, 1, 1)
+            yield x, (1 - s) * x + s * torch.randn_like(x), s, t_KT[j : j + 2, k], adv[j : j + 2]
+
+    def update(step, x0, adv):
+        for e, model in enumerate(experts):
+            micro = list(micro_batches(x0, adv, *((0, split), (split, steps))[e]))
+            fixed = []  # of all micro-batches before the trained policy, to switch adapters rarely
+            for name in ("old", None):
+                use(model, name)
+                with torch.no_grad():
+                    fixed.append([velocity(model, x_t, t, ctx) for _, x_t, _, t, _ in micro])
+            use(model, "default")
+            for (x, x_t, s, t, a), v_old, v_ref in zip(micro, *fixed, strict=True):
+                loss = nft_loss(velocity(model, x_t, t, ctx), v_old, v_ref, x, x_t, s, a)
+                (loss / len(micro)).backward()
+            optimize(trained[e], optimizers[e])
+            follow(ema[e], trained[e], min((2 + step) / (11 + step), 0.9))
+            follow(old[e], trained[e], min(0.001 * (step + 1), 0.5))
+
+    return iteration(args, collect, update)
+
+
+def nft_loss(v, v_old, v_ref, x0, x_t, sigma, adv, beta=0.1, kl=1e-4, adv_max=5.0):
+    """wanjax.losses.nft.nft_loss; sigma [B, 1, 1, 1, 1]."""
+
+    def normalised(error):
+        weight = error.detach().abs().mean((1, 2, 3, 4)).clamp(min=1e-5)
+        return (error**2).mean((1, 2, 3, 4)) / weight
+
+    r = adv.clamp(-adv_max, adv_max) / adv_max / 2 + 0.5
+    error, moved = x_t - x0 - sigma * v_old, beta * sigma * (v - v_old)
+    policy = r * normalised(error - moved) + (1 - r) * normalised(error + moved)
+    return adv_max * policy.mean() / beta + kl * F.mse_loss(v, v_ref)
+
+
+def dmd2_step(args) -> dict:
+    """One clip of --size through phased DMD2: per expert the student's step against the guided
+    teacher (the base) and the critic, then the critic's step on another clip.
+
+    Forward passes of the clip, a backward pass counts two: collect the sum of the four exit steps
+    and 2 for the last calls of the critic's clips = 9, 9, 10 in steps 0, 1, 2; update 2 experts ·
+    (3 student + 2 teacher + 1 critic, then 3 critic) = 18.
+    """
+    experts = [transformer(args, DMD2["rank"], True, ("default", "critic")) for _ in range(2)]
+    roles = ("default", 1e-4), ("critic", 2e-5)
+    trained = [[adapter(m, name) for m in experts] for name, _ in roles]
+    ema = [[p.detach().clone() for p in group] for group in trained[0]]
+    optimizers = [
+        [torch.optim.AdamW(p, lr, (0.0, 0.999), weight_decay=0.0) for p in groups]
+        for groups, (_, lr) in zip(trained, roles, strict=True)
+    ]
+    (clip, ctx), uncond = inputs(args), random(1, 512, 4096)
+    guidance = [(uncond, 4.0), (uncond, 3.0)]
+    sigmas = [shifted(u, DMD2["shift"]) for u in DMD2["sigmas"]]
+    ends = (sigmas[2], 0.0)  # σ_s: the high expert owns steps 0 and 1, the low one 2 and 3
+    edge = shifted(DMD2["boundary"], 1 / DMD2["shift"])
+    scored = ((edge, 1.0, 875.0, 980.0), (0.0, edge, 20.0, 875.0))  # u and t that are compared
+
+    def exit_step(step, e, turn):  # as wanjax.algorithms.dmd2 draws it: both sides work alike
+        return int(np.random.default_rng((0, step, e, turn)).integers(2 * e, 2 * e + 2))
+
+    @torch.no_grad()
+    def collect(step):
+        for model in experts:
+            use(model, "default")
+        clips = {}
+        for turn, e in itertools.product(range(2), range(2)):
+            stop = exit_step(step, e, turn)
+            levels = sigmas[: stop + 1] + ([ends[e]] if turn else [])  # to σ_s for the critic
+            x = torch.randn_like(clip, dtype=torch.float32)
+            for i, (s, n) in enumerate(itertools.pairwise(levels)):
+                x = x + (n - s) * velocity(experts[i // 2], x, 1000 * s, ctx)
+            clips[turn, e] = x, sigmas[stop]
+        return (clips,)
+
+    def noised(e, x_s):
+        u_lo, u_hi, t_lo, t_hi = scored[e]
+        u = u_lo + (u_hi - u_lo) * torch.rand(1, device=DEVICE)
+        t = (1000 * shifted(u, DMD2["shift"])).clamp(t_lo, t_hi)
+        return t, *phased_noise(x_s, torch.randn_like(x_s), t / 1000, ends[e])
+
+    def student_loss(e, x, sigma):
+        model = experts[e]
+        use(model, "default")
+        v = velocity(model, x, 1000 * sigma, ctx)
+        x0 = x - sigma * v
+        with torch.no_grad():
+            t, x_t, _ = noised(e, x + (ends[e] - sigma) * v)
+            use(model, None)
+            real = x_t - t / 1000 * velocity(model, x_t, t, ctx, guidance[e])
+            use(model, "critic")
+            fake = x_t - t / 1000 * velocity(model, x_t, t, ctx)
+        use(model, "default")  # checkpointing runs the blocks again
+        return generator_loss(x0, fake, real)
+
+    def critic_loss(e, x_s, _):
+        use(experts[e], "critic")
+        t, x_t, target = noised(e, x_s)
+        return F.mse_loss(velocity(experts[e], x_t, t, ctx), target)
+
+    def update(_, clips):
+        for (turn, e), found in clips.items():
+            (student_loss, critic_loss)[turn](e, *found).backward()
+            optimize(trained[turn][e], optimizers[turn][e])
+        for e in range(2):
+            follow(ema[e], trained[0][e], 0.0)  # a copy in the first 200 updates
+
+    return iteration(args, collect, update)
+
+
+def phased_noise(x_s, noise, s, n):
+    """wanjax.losses.dmd2.phased_noise: x_s at level n up to s, and the velocity there."""
+    alpha = (1 - s) / (1 - n)
+    beta = ((s - n) / (1 - n) * (s + alpha * n)) ** 0.5
+    gain = (s + alpha * n**2 / (1 - n)) / beta
+    return alpha * x_s + beta * noise, gain * noise - x_s / (1 - n)
+
+
+def generator_loss(x0, fake, real, floor=1e-4):
+    """wanjax.losses.dmd2.generator_loss of one clip."""
+    fixed = x0.detach()
+    return 0.5 * F.mse_loss(x0, fixed - (fake - real) / (fixed - real).abs().mean().clamp(floor))
 
 
 def vae_decode(args) -> dict:
@@ -200,9 +345,84 @@ def text_encoder(args) -> dict:
     return timed(call, 5)
 
 
-def transformer(args, rank=0, checkpointing=False):
-    """WanTransformer3DModel with random bf16 weights and, if rank, a bf16 adapter (float32 is
-    slower in PEFT); its blocks are compiled."""
+def iteration(args, collect, update) -> dict:
+    """Time update(step, *collect(step)), the whole and both parts."""
+    parts = {"collect_s": [], "update_s": []}
+
+    def call(step):
+        start = time.perf_counter()
+        batch = collect(step)
+        synchronize()
+        middle = time.perf_counter()
+        update(step, *batch)
+        synchronize()
+        parts["collect_s"].append(middle - start)
+        parts["update_s"].append(time.perf_counter() - middle)
+        print({name: round(v[-1], 2) for name, v in parts.items()}, file=sys.stderr, flush=True)
+
+    row = timed(call, min(args.repeats, 2))
+    return row | {name: round(statistics.median(v[1:]), 2) for name, v in parts.items()}
+
+
+def velocity(model, x, t, ctx, guidance=None):
+    """Velocity in float32 at t, a number or one a sample; guidance: (negative context, scale), both
+    contexts in one call."""
+    texts = [ctx] if guidance is None else [ctx, guidance[0]]
+    text = torch.cat([a.expand(len(x), -1, -1) for a in texts])
+    t = t + torch.zeros(len(text), device=DEVICE)
+    many = torch.cat([x] * len(texts)).to(torch.bfloat16)
+    v = model(many, t, text, return_dict=False)[0].float()
+    if guidance is None:
+        return v
+    c, u = v.chunk(2)
+    return u + guidance[1] * (c - u)
+
+
+def shifted(u, k):
+    """The shift of noise levels; its inverse is that by 1/k."""
+    return k * u / (1 + (k - 1) * u)
+
+
+def brightness(decoder, x):
+    """The reward of each sample, from decoded latents."""
+    video = decoder.decode(x.to(torch.bfloat16), return_dict=False)[0]
+    return video.float().mean((1, 2, 3, 4))
+
+
+def advantages(scores):
+    scores = torch.cat(scores)
+    return (scores - scores.mean()) / (scores.std() + 1e-4)
+
+
+def optimize(parameters, optimizer):
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def follow(average, parameters, decay):
+    """average <- decay·average + (1 − decay)·parameters."""
+    torch._foreach_lerp_(average, parameters, 1 - decay)
+
+
+def adapter(model, name="default") -> list:
+    """Parameters of one of a model's adapters."""
+    return [p for path, p in model.named_parameters() if path.endswith(f".{name}.weight")]
+
+
+def use(model, name):
+    """Let a model run and train one of its adapters, or with None the base alone."""
+    if name is None:
+        model.disable_adapters()
+    else:
+        model.enable_adapters()
+        model.set_adapter(name)
+
+
+def transformer(args, rank=0, checkpointing=False, adapters=("default",)):
+    """WanTransformer3DModel with random bf16 weights and, if rank, bf16 adapters (float32 is slower
+    in PEFT), the first in use; its blocks are compiled."""
     from diffusers import WanTransformer3DModel
 
     with torch.device(DEVICE):
@@ -219,7 +439,9 @@ def transformer(args, rank=0, checkpointing=False):
         from peft import LoraConfig
 
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)
-        model.add_adapter(config)
+        for name in adapters:
+            model.add_adapter(config, name)
+        use(model, adapters[0])
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -227,6 +449,9 @@ def transformer(args, rank=0, checkpointing=False):
         model.train()
         model.enable_gradient_checkpointing()
     if DEVICE == "cuda":
+        # adapters, the base, gradients and batches each have a program of a block (dmd2: 7), and
+        # figures share the limit, 8 as it comes; beyond it blocks would run uncompiled
+        torch._dynamo.config.recompile_limit = 64
         model.compile_repeated_blocks(fullgraph=not checkpointing)
     return model
 
@@ -262,6 +487,8 @@ FIGURES = {
     "forward": forward,
     "lora_step": lora_step,
     "grpo": grpo_iteration,
+    "nft": nft_iteration,
+    "dmd2": dmd2_step,
     "vae_decode": vae_decode,
     "vae_encode": vae_encode,
     "umt5": text_encoder,
