@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import jax
 import pytest
@@ -66,6 +67,23 @@ def test_proposed_mesh_divides_batch_and_heads():
 def test_unknown_topology_lists_the_known():
     with pytest.raises(ValueError, match="v9.*v5p:4x4x4.*h100"):
         plan.devices_of("v9:2x2")
+
+
+def test_a_gpu_that_is_present_compiles_for_more_of_its_kind(monkeypatch):
+    asked, jax_devices = [], jax.devices("cpu")
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    described = types.SimpleNamespace(devices=[device] * 8)
+
+    def describe(*args, **kwargs):
+        asked.append((args, kwargs))
+        return described
+
+    monkeypatch.setattr(plan.topologies, "get_topology_desc", describe)
+    assert len(plan.devices_of("h200:8")[1]) == 8 and not asked  # here: 8 CPU devices
+    monkeypatch.setattr(jax, "devices", lambda *backend: jax_devices if backend else [device])
+    assert plan.devices_of("h200:8") == ("h200", [device] * 8)
+    assert asked == [(("",), {"platform": "cuda", "topology": "1x1x8"})]
+    assert plan.devices_of("h100:8") == ("h100", jax_devices[:8]) and len(asked) == 1
 
 
 @pytest.fixture(scope="module")

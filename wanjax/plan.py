@@ -8,8 +8,9 @@ When a plan does not fit, changes of the config are tried until three alternativ
 found, each compiled as well (--noadvise leaves that out).
 
 Weights are shapes only. TPU topologies compile with XLA:TPU ahead of time (extra wanjax[plan], no
-TPU needed), cpu:N for N CPU devices. h100:N and h200:N compile for N CPU devices with xla
-attention: arguments are exact, temporaries an upper *estimate* (the GPU kernel keeps no logits).
+TPU needed), cpu:N for N CPU devices. Where one GPU of the kind is present, h100:N and h200:N
+compile for N of them on one host; elsewhere for N CPU devices with xla attention: arguments are
+exact then, temporaries an upper *estimate* (the GPU kernel keeps no logits).
 Loops are counted as often as they run in collectives, once in the compiler's own FLOP count.
 """
 
@@ -48,7 +49,7 @@ from convert import disk
 from wanjax import metrics, optim, sharding, train, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
-from wanjax.models import presets, quant, vae, wan
+from wanjax.models import blocks, presets, quant, vae, wan
 
 GIB = 2**30
 
@@ -96,6 +97,9 @@ def devices_of(topology: str) -> tuple[str, list]:
                 f"topology {topology!r}: {str(error).splitlines()[0]}; check the shape, and install"
                 " wanjax[plan] for libtpu"
             ) from None
+    if CHIPS[name].kernel == "cudnn" and name in jax.devices()[0].device_kind.lower():
+        found = topologies.get_topology_desc("", platform="cuda", topology=f"1x1x{size}")
+        return name, list(found.devices)
     present = jax.devices("cpu")
     if len(present) < int(size):
         raise ValueError(
@@ -190,6 +194,8 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     """Compile every phase of the ConfigDict for the topology; returns what `main` prints."""
     chip_name, devices = devices_of(topology)
     chip = CHIPS[chip_name]
+    if chip.kernel == "cudnn" and devices[0].platform != "cpu":  # as the GPU that is present
+        chip = dataclasses.replace(chip, kernel="auto")
     setup, weights = make_setup(config, model, chip)
     own = dict(config.mesh)
     batch = math.gcd(*_batches(config, setup))
@@ -322,7 +328,8 @@ def _model(config, path: str, chip: Chip) -> presets.ModelConfig:
         )
     found = presets.MODELS.get(path) or disk.model_config(disk.read(path))
     kernel = chip.kernel if config.model.attention == "auto" else config.model.attention
-    kernel = "xla" if kernel in ("cudnn", "fa3") else kernel  # lowered for CPU
+    if chip.kernel == "cudnn" and kernel in ("cudnn", "fa3"):
+        kernel = "xla"  # lowered for CPU
     fields = {name: config.model[name] for name in ("dtype", "remat", "context", "interleave")}
     return dataclasses.replace(
         found, wan=dataclasses.replace(found.wan, attention=kernel, **fields)
@@ -515,12 +522,12 @@ def _updates(setup, state, data, slots, algorithm, grid) -> dict:
         static = {"on_policy": settings.recompute_old_logp} if algorithm is grpo else {}
         call = algorithm._minibatch.lower(*args, data, indices, setup=setup, **static)
         flops = 0
-        for expert, blocks in index.items():
+        for expert, parts in index.items():
             one = update_flops(setup.model.wan, grid, lora=lora)
             extra = _extra_forwards(setup, algorithm, expert)
             guided = 2 if _guided(setup, expert) and algorithm is not sft else 1
             each = one + extra * wan.forward_flops(setup.model.wan, grid)
-            flops += sum(slot.size for slot, _ in blocks) * guided * each
+            flops += sum(slot.size for slot, _ in parts) * guided * each
         text = re.sub(r'jax\.\w+ = "[^"]*"', "", call.as_text())  # without names of results
         if text in made:  # the other expert's program is often the same
             phases[f"update {'+'.join(names)}"] = dict(phases[made[text]])
@@ -659,6 +666,7 @@ def describe(result: dict) -> str:
 def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
+    blocks.set_xla_flags(train._CONFIG.value.model.remat)
     try:
         result = make_plan(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
     except ValueError as error:
