@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from configs import default
 from tests import tiny
 from wanjax import alarms, checkpoint, rewards, train, trees
 from wanjax.models import lora
@@ -17,6 +18,20 @@ def test_a_limit_rings_once_after_enough_steps_in_a_row():
     assert [len(lines) for lines in rung] == [0, 0, 0, 1, 0, 0, 0, 1]
     assert rung[3] == ["a/x is nan and has been outside 0 to 1 for 2 steps (config.alarms)"]
     assert look({"b": 3.0}) == [] and look({"b": 3.0}) != []
+
+
+def test_the_first_step_must_be_on_policy():
+    """The limits that every run has, each with a value that it allows and one that it does not."""
+    values = {
+        "grpo/ratio_mean/high": (1.001, 1.02), "awm/ratio_mean/low": (0.999, 0.98),
+        "nft/kl/low": (0.0, 0.01), "nft/old_deviate/high": (1e-5, 0.01),
+        "dpo/loss/low": (math.log(2), 0.7), "dmd2/critic_gap/high": (0.0, 1e-7),
+    }  # fmt: skip
+    limits = default.get_config().alarms.start.to_dict()
+    assert alarms.watch(limits, 1)({name: good for name, (good, _) in values.items()}) == []
+    for name, (_, bad) in values.items():
+        (line,) = alarms.watch(limits, 1)({name: bad})
+        assert line.startswith(name)
 
 
 @pytest.mark.parametrize(

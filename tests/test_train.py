@@ -127,7 +127,8 @@ def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_pa
 
 
 def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
-    config = tiny.make_config(model, tmp_path, eval__steps=2, eval__guidance__high=1.0)
+    own = dict(eval__steps=2, eval__grid="unipc", eval__solver="unipc", eval__guidance__high=1.0)
+    config = tiny.make_config(model, tmp_path, **own)
     seen, generate = [], sample.generate
     spy = lambda setup, *args, **kw: seen.append(setup.sampling) or generate(setup, *args, **kw)
     monkeypatch.setattr(sample, "generate", spy)
@@ -135,6 +136,7 @@ def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
     assert [own.schedule.steps for own in seen] == [2] and config.sampling.steps == 6
+    assert seen[0].solver == seen[0].schedule.grid == "unipc" != config.sampling.solver
     assert seen[0].guidance.high == 1.0 and seen[0].guidance.low == tiny.MODEL.sampling.guidance.low
 
 

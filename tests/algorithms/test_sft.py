@@ -216,6 +216,29 @@ def test_a_first_frame_is_an_input_and_not_scored(item):
     assert (found[2] != found[3]).all()
 
 
+def test_a_step_takes_the_first_frame_as_an_input(item):
+    """Moments after a step: with cond["first"] frame 0 of x0 changes nothing; of an I2V model cond
+    does."""
+
+    def moments(setup, x0, cond):
+        state = _start(setup)
+        given = states.Item(item.texts, item.ctx_PSE, x0, cond)
+        state, _ = sft.update(state, setup, sft.collect(state, setup, given, TOOLS))
+        return [np.asarray(x) for x in jax.tree.leaves(state.opt) if x.ndim > 1]
+
+    same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    setup = _setup(setup__experts=("high",))
+    other, first = np.array(item.x0_PTHWC), {"first": item.x0_PTHWC[:, :1]}
+    other[:, :1] += 3.0
+    steps = [moments(setup, x0, first) for x0 in (item.x0_PTHWC, other)]
+    assert same(*steps) and any(x.any() for x in steps[0])
+    moved = {"first": first["first"] + 1.0}
+    assert not same(steps[0], moments(setup, item.x0_PTHWC, moved))
+    rng, setup = np.random.default_rng(2), _setup(I2V, setup__experts=("high",))
+    conds = ({"latents": rng.normal(size=(B, 2, 2, 2, 8)).astype(np.float32)} for _ in range(2))
+    assert not same(*(moments(setup, item.x0_PTHWC, cond) for cond in conds))
+
+
 def test_texts_alone_and_batches_of_another_policy_are_refused(item):
     setup, state = LOW, _start(LOW)
     with pytest.raises(ValueError, match="config.data.path are texts alone"):
