@@ -8,6 +8,7 @@ A row is a config (ROWS) trained with every seed. Success is strict, on captions
 trained on, from fixed noise. The 95 % interval is Wilson's over the clips of all seeds that differ.
 A run that has its summary.json is not repeated, so a long table can be made in several calls, or by
 several copies of the command at a time, on one or more cards; --minutes stops between two runs.
+Rows of --out that a call has no runs of stay as they are.
 Controls carry no information and must not gain: shuffled rewards, constant rewards, a student that
 does not move.
 """
@@ -101,6 +102,10 @@ ROWS: dict[str, dict] = {
     "DMD2 4 steps, full, high": GPU | DMD2 | FULL | HIGH,
     "DMD2 4 steps, full, then low": GPU | DMD2 | FULL | LOW | {
         "start": "DMD2 4 steps, full, high",
+    },
+    "DMD2 2 steps, full, high": GPU | DMD2 | FULL | TWO_STEPS | HIGH,
+    "DMD2 2 steps, full, then low": GPU | DMD2 | FULL | TWO_STEPS | LOW | {
+        "start": "DMD2 2 steps, full, high",
     },
     "DMD2 2 steps, LoRA, high": GPU | DMD2 | TWO_STEPS | HIGH,
     "DMD2 2 steps, LoRA, then low": GPU | DMD2 | TWO_STEPS | LOW | {
@@ -202,7 +207,7 @@ def _started(run, rank: int) -> dict:
 
 
 def write(args, rows) -> None:
-    """The table of all runs that have ended."""
+    """The table of all runs that have ended, and of the rows that were there before."""
     note = f"; {args.note}" if args.note else ""
     lines = [
         "# What each way of training reaches", "",
@@ -211,11 +216,15 @@ def write(args, rows) -> None:
         "The intervals take the seeds as independent, although their prompts and starting noise",
         "are the same; rows that are equal in all seeds count as one.", "",
         "DiT evaluations: of a clip, sampled as it was judged. GPU-seconds: collects and updates",
-        f"of a run, divided by {args.together}, the runs that shared the card.", "",
+        "of a run, divided by the runs that shared the card; ≤ where at least so many did.", "",
         "| row | success before | success after, 95 % | gain, points | DiT evaluations "
         "| videos made | GPU-seconds |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    table = {}
+    if args.out.is_file():
+        for line in args.out.read_text(encoding="utf-8").splitlines():
+            table[line.strip("| ").split(" |")[0].split(" (")[0]] = line
     for name in rows:
         runs = [_folder(args, name, seed) for seed in args.seeds]
         found = [json.loads((r / "summary.json").read_text()) for r in runs
@@ -238,7 +247,8 @@ def write(args, rows) -> None:
             f"{100 * (after - before):+.1f}", f"{evaluations}", f"{made:,}",
             f"{seconds / args.together:.0f}",
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        table[name] = f"| {' | '.join(cells)} |"
+    lines += [table[name] for name in ROWS if name in table]
     args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines), flush=True)
 

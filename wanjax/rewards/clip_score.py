@@ -105,7 +105,8 @@ def cut_pixels(frames_NHWC: np.ndarray, size: int) -> np.ndarray:
 def fitted_pixels(frames_NHWC, size: int):
     """uint8 frames to normalised square pixels with the whole frame inside, as HPSv2's transform.
 
-    Oracle: torch's antialiased bicubic of floats, which may overshoot [0, 1].
+    Oracle: torch's antialiased bicubic of floats, which may overshoot [0, 1]. Equal to rounding
+    (2e-5), not bitwise as `cut_pixels`, whose oracle resizes bytes.
     """
     N, H, W, C = frames_NHWC.shape
     h, w = (round(side * (size / max(H, W))) for side in (H, W))
