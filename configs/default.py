@@ -106,7 +106,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.advantage = "flow_grpo"  # flow_grpo, flow_grpo_global, miles, dance, unirl, gdpo
     c.adv_clip_max = 5.0
     c.updates = 1  # optimizer steps per rollout
-    c.micro_samples = 4  # samples per micro-batch
+    c.micro_samples = 4  # samples per micro-batch; the last one holds the rest
     c.micro_steps = 1  # stored transitions of each per micro-batch
     c.mix_experts = False  # both experts' transitions in one micro-batch
     c.clip = ConfigDict(dict(high=1e-4, low=1e-3))  # the low expert's log-probs are noisier
