@@ -11,9 +11,9 @@ from tests import tiny
 from wanjax import checkpoint, sampler, schedule, sharding, trees
 from wanjax import state as states
 from wanjax.algorithms import nft
-from wanjax.losses import flow
+from wanjax.losses import awm, flow
 from wanjax.losses import nft as losses
-from wanjax.models import presets
+from wanjax.models import presets, wan
 
 
 def _setup(**changes):
@@ -165,11 +165,19 @@ def test_evaluation_reads_ema():
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_old_and_ema_follow_their_decays(kind):
-    setup = _setup(nft__old_decay=kind, nft__updates=2)
+def test_old_and_ema_follow_their_decays(monkeypatch, kind):
+    """old after the rollout's last optimizer step, ema after each of the two."""
+    setup, trained, follow = _setup(nft__old_decay=kind, nft__updates=2), [], nft._follow
+
+    def spy(state, setup, name, decay):
+        if name == "ema":
+            trained.append(states.trainable(state, setup))
+        return follow(state, setup, name, decay)
+
+    monkeypatch.setattr(nft, "_follow", spy)
     state = _start(setup)
     state = states.average(state, "old", _stir(states.averaged(state, "old")))
-    before = states.averaged(state, "old")
+    before, ema = states.averaged(state, "old"), states.averaged(state, "ema")
     after, metrics = nft.update(state, setup, _collect(setup, state))
     decay = float(losses.old_decay(2, kind))
     assert metrics["nft/old_decay"] == decay
@@ -177,7 +185,60 @@ def test_old_and_ema_follow_their_decays(kind):
     assert _equal(states.averaged(after, "old"), want)
     if kind == 0:
         assert _equal(states.averaged(after, "old"), states.trainable(after, setup))
-    assert not _equal(states.averaged(after, "ema"), states.trainable(after, setup))
+    assert len(trained) == 2 and not _equal(*trained)
+    for taken, tree in enumerate(trained, 1):
+        ema = trees.lerp(tree, ema, min((1 + taken) / (10 + taken), 0.9))
+    for got, want in zip(*map(jax.tree.leaves, (states.averaged(after, "ema"), ema)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def _written_out(setup, state, batch, expert):
+    """Loss and gradient norm of an expert's only micro-batch, from velocities of the model."""
+    config, scale = setup.algorithm, getattr(setup.sampling.guidance, expert)
+    levels = nft._noised(batch, setup=setup)[expert]
+    sigma, t = levels["sigma_UT"][:, 0], levels["t_UT"][:, 0]
+    noise = sampler.initial_noise(levels["key"], jnp.arange(8), batch.x0_B.shape[1:])
+    x_t = flow.add_noise(batch.x0_B, noise, sigma)
+
+    def velocity(adapter):
+        run = lambda text: wan.denoise(
+            state.params["student"][expert], adapter, x_t, t, text, config=setup.model.wan
+        )
+        u = run(jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape))
+        return u + scale * (run(batch.ctx_BSE) - u)
+
+    old, base = velocity(states.averaged(state, "old")[expert]), velocity({})
+    given = dict(adv_clip_max=config.adv_clip_max, kl_beta=config.kl_beta[expert])
+
+    def total(adapter):
+        v, adv = velocity(adapter), batch.adv_B
+        if config.loss == "awm":
+            return awm.awm_loss(v, old, base, None, batch.x0_B, noise, sigma, adv, **given)[0]
+        given_nft = dict(nft_beta=config.beta, mode=config.mode)
+        return losses.nft_loss(v, old, base, batch.x0_B, x_t, sigma, adv, **given, **given_nft)[0]
+
+    value, gradient = jax.value_and_grad(total)(states.trainable(state, setup)[expert])
+    pairs = [x for path, x in trees.flatten(gradient).items() if path[-2:] in ("/a", "/b")]
+    return value, np.sqrt(sum(np.square(x).sum() for x in pairs))
+
+
+@pytest.mark.parametrize("loss, scales", [("nft", (1, 1)), ("nft", (3, 2)), ("awm", (1, 1))])
+def test_an_update_is_the_loss_of_trained_old_and_base_velocities(loss, scales):
+    """The three policies differ, and so do the experts' penalties and guidance."""
+    setup = _setup(
+        nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.2}, nft__micro_samples=8,
+        nft__timesteps=1, nft__train_guidance=True,
+        sampling__guidance=presets.Guidance(*map(float, scales)),
+    )  # fmt: skip
+    state = _start(setup)
+    batch = _collect(setup, state)
+    state = states.replace_trainable(state, setup, _stir(states.trainable(state, setup), 0.1))
+    state = states.average(state, "old", _stir(states.averaged(state, "old"), 0.2))
+    want = {expert: _written_out(setup, state, batch, expert) for expert in ("high", "low")}
+    _, metrics = nft.update(state, setup, batch)
+    for expert, (value, norm) in want.items():
+        np.testing.assert_allclose(metrics[f"{loss}/loss/{expert}"], value, rtol=2e-4)
+        np.testing.assert_allclose(metrics[f"grad_norm/{expert}"], norm, rtol=1e-3)
 
 
 def test_constant_rewards_move_nothing_without_kl_and_real_ones_do():
