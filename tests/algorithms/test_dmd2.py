@@ -647,18 +647,42 @@ def test_gan_head_learns_to_tell_clips_apart_and_then_moves_the_student():
     assert after.running["low"].min() < 1 and _equal(after.running["high"], jnp.ones(10))
 
 
-def test_gan_gradient_is_added_to_the_students():
-    """With a weight of 0 but the same ratios, the difference is the GAN term's gradient alone."""
+def _gan(**changes):
+    return dataclasses.replace(GAN, algorithm=dataclasses.replace(GAN.algorithm, **changes))
+
+
+@functools.cache
+def _students_turn():
+    """State with a head that tells clips apart a little, and the batch of its student's pass."""
     state, _ = _critic_steps(_start(GAN), 3)
     state = state.replace(step=jnp.ones((), jnp.int32))
-    batch = _only(_collect(GAN, state, _clips()), "student")
+    return state, _only(_collect(GAN, state, _clips()), "student")
+
+
+def test_gan_gradient_is_added_to_the_students_and_fools_the_head():
+    state, batch = _students_turn()
     moved = []
-    for weight in (0.5, 1e-9):
-        algorithm = dataclasses.replace(GAN.algorithm, gan_weight=weight)
-        setup = dataclasses.replace(GAN, algorithm=algorithm)
-        after, metrics = _update(setup, state, batch)
-        moved.append((after.adapters["default"]["low"], metrics["grad_norm/low"]))
-    assert not _equal(moved[0][0], moved[1][0]) and moved[0][1] != moved[1][1]
+    for weight in (1e-9, 0.5, 1e4):
+        after, metrics = _update(_gan(gan_weight=weight), state, batch)
+        moved.append((after, metrics))
+    assert not _equal(moved[0][0].adapters, moved[1][0].adapters)
+    assert moved[0][1]["grad_norm/low"] != moved[1][1]["grad_norm/low"]
+    again = moved[2][0].replace(step=state.step)  # the last step was the GAN's alone
+    _, metrics = _update(_gan(gan_weight=1e4), again, batch)
+    assert metrics["dmd2/gan/low"] < moved[2][1]["dmd2/gan/low"]
+
+
+def test_the_divergence_weights_a_clip_by_its_ratio():
+    """Of one clip: reverse KL has weight 1, KL r, Jeffreys 1 + r, and the loss their squares."""
+    state, batch = _students_turn()
+    batch = dataclasses.replace(
+        batch, latents=jax.tree.map(lambda x: x[:1], batch.latents), ctx_BSE=batch.ctx_BSE[:1]
+    )
+    found = {k: _update(_gan(divergence=k), state, batch)[1] for k in ("rkl", "kl", "jeffreys")}
+    r, plain = (float(found["rkl"][f"dmd2/{name}/low"]) for name in ("ratio", "loss"))
+    assert abs(r - 1) > 0.01 and plain > 0
+    np.testing.assert_allclose(found["kl"]["dmd2/loss/low"], r**2 * plain, rtol=1e-4)
+    np.testing.assert_allclose(found["jeffreys"]["dmd2/loss/low"], (1 + r) ** 2 * plain, rtol=1e-4)
 
 
 def test_gan_does_not_depend_on_micro_batches_and_resumes():
