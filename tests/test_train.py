@@ -180,6 +180,7 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(prompts="missing.txt"), "no prompts file at missing.txt"),
     (dict(micro_samples=5), "a batch of 3 samples does not divide over mesh.data"),
     (dict(micro_samples=4), "a batch of 4 samples does not divide over mesh.data"),
+    (dict(micro_steps=0), "config.micro_steps is 0; expected at least 1"),
     (dict(lora__rank=0, model__param_dtype="int8"), "param_dtype 'int8' is for frozen weights"),
     (dict(lora__rank=0, lora__start=("a.safetensors",)), "config.lora.rank is 0"),
     (dict(lora__rank=0, model__offload=True), "model.offload .* found lora.rank 0"),

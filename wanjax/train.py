@@ -421,6 +421,9 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
 
     roles: ModelConfig of each role beside the student, of which the critic is trained.
     """
+    for key in ("micro_samples", "micro_steps"):
+        if config[key] < 1:
+            raise ValueError(f"config.{key} is {config[key]}; expected at least 1")
     for expert in config.experts:
         if expert not in model.experts:
             raise ValueError(
