@@ -46,7 +46,8 @@ def _stir(tree, scale=0.3):
 
 def _equal(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(x, y) for x, y in pairs)
+    same = lambda x, y: np.array_equal(x, y) and np.asarray(x).dtype == np.asarray(y).dtype
+    return all(same(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize("rank", [2, 0])
@@ -80,12 +81,16 @@ def test_a_restored_state_takes_the_same_step_bit_for_bit(tmp_path, loss, rank):
     tree, _ = checkpoint.restore(tmp_path, 1, states.saved(fresh, setup))
     back = states.with_saved(fresh, setup, tree)
     assert _equal(states.saved(back, setup), states.saved(state, setup))
+    assert _equal(states.averaged(back, "old"), states.averaged(state, "old"))
     ends = [nft.update(s, setup, _collect(setup, s)) for s in (state, back)]
     assert _equal(states.saved(ends[0][0], setup), states.saved(ends[1][0], setup))
     assert _equal(ends[0][1], ends[1][1])
     if loss == "nft":
         for expert in ("high", "low"):
             assert metrics[f"nft/kl/{expert}"] == 0 and ends[0][1][f"nft/kl/{expert}"] > 0
+
+
+REMAT = dataclasses.replace(tiny.MODEL, wan=dataclasses.replace(tiny.WAN, remat="full"))
 
 
 @pytest.mark.parametrize("loss", nft.LOSSES)
@@ -112,7 +117,8 @@ def test_a_step_depends_neither_on_micro_batches_nor_on_the_mesh(loss):
         assert means[f"grad_norm/{expert}"] > 1e-3 and f"{loss}/loss/{expert}" in means
     mesh = sharding.make_mesh(dict(fsdp=2, context=2, tensor=2))
     uneven = dict(nft__micro_samples=1 if loss == "dpo" else 3, nft__mix_experts=True)
-    cuts = uneven, dict(mesh=mesh, nft__micro_steps=2)
+    cuts = [uneven, dict(mesh=mesh, nft__micro_steps=2)]
+    cuts += [dict(model=REMAT)] if loss == "nft" else []
     for got, found in (step(**cut) for cut in cuts):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * np.abs(b).max() + 1e-12)
@@ -131,29 +137,60 @@ def test_rollouts_follow_old_and_not_the_trained_policy():
     assert not np.allclose(_collect(setup, moved).x0_B, base, atol=1e-3)
 
 
+def _rollout_inputs(setup, state):
+    """Velocities of `old` on the clips of a step, their first noise, its key and their numbers."""
+    key, ids = jax.random.fold_in(jax.random.key(setup.seed), int(state.step)), jnp.arange(8)
+    ctx, uncond = tiny.contexts()
+    policy = states.rollout_params(state, "old")
+    velocities = states.policy_velocities(policy, jnp.repeat(ctx, 4, axis=0), uncond, setup=setup)
+    return velocities, sampler.initial_noise(key, ids, states.latent_shape(setup)), key, ids
+
+
+def test_rollouts_take_the_solver_of_the_run():
+    setup = _setup(sampling__solver="unipc")
+    state = _start(setup)
+    state = states.average(state, "old", _stir(states.averaged(state, "old")))
+    velocities, noise, _, _ = _rollout_inputs(setup, state)
+    got, plan = _collect(setup, state).x0_B, setup.sampling.schedule
+    want = sampler.sample(velocities, noise, plan, solver="unipc")
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    euler = sampler.sample(velocities, noise, plan, solver="euler")
+    assert not np.allclose(got, euler, atol=1e-2)
+
+
 def test_rollouts_may_be_stochastic_and_then_are_those_of_the_sampler():
     setup = _setup(nft__sde=True, strategy__name="window", strategy__window=3)
     nft.check(setup)
     state = _start(setup)
-    ctx, uncond = tiny.contexts()
     for epoch in (0, 1):
         state = state.replace(step=jnp.int32(epoch))
         got = _collect(setup, state).x0_B
-        key, ids = jax.random.fold_in(jax.random.key(setup.seed), epoch), jnp.arange(8)
-        policy = states.rollout_params(state, "old")
-        velocities = states.policy_velocities(
-            policy, jnp.repeat(jnp.asarray(ctx), 4, axis=0), uncond, setup=setup
-        )
+        velocities, noise, key, ids = _rollout_inputs(setup, state)
         plan, strategy = setup.sampling.schedule, setup.sde.strategy
         steps = schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
         want, _ = sampler.rollout(
-            velocities, sampler.initial_noise(key, ids, states.latent_shape(setup)), key, ids,
-            plan, schedule.slot_table(plan, steps), slots=3, kind="flow", eta=setup.sde.eta,
+            velocities, noise, key, ids, plan, schedule.slot_table(plan, steps),
+            slots=3, kind="flow", eta=setup.sde.eta,
         )  # fmt: skip
         np.testing.assert_allclose(got, want, atol=2e-5)
     assert not np.allclose(got, _collect(_setup(), state).x0_B, atol=1e-2)
     with pytest.raises(ValueError, match="config.sde.kind is 'ode'"):
         nft.check(_setup(nft__sde=True, sde__kind="ode"))
+
+
+def test_rollouts_follow_a_multistep_solver():
+    setup, (ctx, uncond) = _setup(sampling__solver="unipc"), tiny.contexts()
+    state = _start(setup)
+    velocities = states.policy_velocities(
+        states.rollout_params(state, "old"), jnp.repeat(jnp.asarray(ctx), 4, axis=0), uncond,
+        setup=setup,
+    )  # fmt: skip
+    key = jax.random.fold_in(jax.random.key(setup.seed), 0)
+    noise = sampler.initial_noise(key, jnp.arange(8), states.latent_shape(setup))
+    want = sampler.sample(velocities, noise, setup.sampling.schedule, solver="unipc")
+    got = _collect(setup, state).x0_B
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert not np.allclose(got, _collect(_setup(), state).x0_B, atol=1e-3)
 
 
 def test_evaluation_reads_ema():
