@@ -34,6 +34,7 @@ def _toy(params, lora, h, side):
     ({"stage": 2, "data": 2}, 3, 2, "none"),
     ({"stage": 3, "data": 2}, 4, 2, "full"),  # four micro-batches go in groups of three
     ({"stage": 2, "fsdp": 4}, 4, 2, "none"),
+    ({"stage": 2, "data": 2}, 3, 2, "offload"),  # the turns are written out
 ])  # fmt: skip
 def test_every_schedule_equals_a_plain_stack(rng, mesh, layers, interleave, remat):
     dtype = jnp.bfloat16 if layers == 4 and interleave == 1 else jnp.float32
