@@ -178,21 +178,6 @@ def test_rollouts_may_be_stochastic_and_then_are_those_of_the_sampler():
         nft.check(_setup(nft__sde=True, sde__kind="ode"))
 
 
-def test_rollouts_follow_a_multistep_solver():
-    setup, (ctx, uncond) = _setup(sampling__solver="unipc"), tiny.contexts()
-    state = _start(setup)
-    velocities = states.policy_velocities(
-        states.rollout_params(state, "old"), jnp.repeat(jnp.asarray(ctx), 4, axis=0), uncond,
-        setup=setup,
-    )  # fmt: skip
-    key = jax.random.fold_in(jax.random.key(setup.seed), 0)
-    noise = sampler.initial_noise(key, jnp.arange(8), states.latent_shape(setup))
-    want = sampler.sample(velocities, noise, setup.sampling.schedule, solver="unipc")
-    got = _collect(setup, state).x0_B
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    assert not np.allclose(got, _collect(_setup(), state).x0_B, atol=1e-3)
-
-
 def test_evaluation_reads_ema():
     setup = _setup()
     state = _start(setup)
