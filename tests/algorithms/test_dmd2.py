@@ -171,28 +171,43 @@ def test_each_pass_moves_its_own_role_and_nothing_else():
             assert not _equal(after.adapters[moved][expert], state.adapters[moved][expert])
 
 
-def test_student_gradient_is_that_of_its_last_call_alone():
+def _noised(expert, name, x_s, sigma_s):
+    """(t_B, σ, x_t, velocity): clips of a pass at their scored levels, on the path of fixed noise
+    whose derivative by σ is the velocity."""
+    _, region = dmd2._draw(JOINT, 1, expert, name)
+    keys, ids = [dmd2._key(JOINT, 1, expert, name, purpose) for purpose in (1, 2)], jnp.arange(4)
+    u = region.u[0] + (region.u[1] - region.u[0]) * flow.uniform(keys[0], ids)
+    t_B = jnp.clip(1000 * schedule.shift_map(u, 3.0), 20, 980)
+    noise = sampler.initial_noise(keys[1], ids, x_s.shape[1:])
+
+    def path(s):
+        alpha = (1 - s) / (1 - sigma_s)
+        return alpha * x_s + jnp.sqrt(s**2 - (alpha * sigma_s) ** 2) * noise
+
+    s = (t_B / 1000)[:, None, None, None, None]
+    return t_B, s, *jax.jvp(path, (s,), (jnp.ones_like(s),))
+
+
+ENDS = pytest.mark.parametrize("expert, sigma_s", [("high", 0.75), ("low", 0.0)])
+
+
+@ENDS
+def test_student_gradient_is_that_of_its_last_call_alone(expert, sigma_s):
     """An oracle in plain jax: g/N pulled back through one call, in which x and g are constants."""
     state, batch = _stirred()
-    exit_step, region = dmd2._draw(JOINT, 1, "high", "student")
-    sigma, t = JOINT.sampling.schedule.sigmas[exit_step], 1000.0
-    sigma, t, sigma_s = float(sigma), float(1000 * sigma), 0.75
-    x, base = batch.latents["student"]["high"]["x"], state.params["student"]["high"]
-    keys = [dmd2._key(JOINT, 1, "high", "student", purpose) for purpose in (1, 2)]
+    exit_step, _ = dmd2._draw(JOINT, 1, expert, "student")
+    sigma = float(JOINT.sampling.schedule.sigmas[exit_step])
+    x, base = batch.latents["student"][expert]["x"], state.params["student"][expert]
 
     def run(adapter, x, t_B, ctx):
         return wan.denoise(base, adapter, x, t_B, ctx, config=tiny.WAN)
 
     @jax.jit
     def oracle(student, critic, ctx, null):
-        x0, pull = jax.vjp(lambda a: x - sigma * run(a, x, jnp.full(4, t), ctx), student)
+        t = jnp.full(4, 1000 * sigma)
+        x0, pull = jax.vjp(lambda a: x - sigma * run(a, x, t, ctx), student)
         x_s = x + (sigma_s - sigma) * (x - x0) / sigma
-        u = region.u[0] + (region.u[1] - region.u[0]) * flow.uniform(keys[0], jnp.arange(4))
-        t_B = jnp.clip(1000 * schedule.shift_map(u, 3.0), 20, 980)
-        s = (t_B / 1000)[:, None, None, None, None]
-        alpha = (1 - s) / (1 - sigma_s)
-        beta = jnp.sqrt(s**2 - (alpha * sigma_s) ** 2)
-        x_t = alpha * x_s + beta * sampler.initial_noise(keys[1], jnp.arange(4), x.shape[1:])
+        t_B, s, x_t, _ = _noised(expert, "student", x_s, sigma_s)
         cond, uncond = run({}, x_t, t_B, ctx), run({}, x_t, t_B, null)
         real = x_t - s * (uncond + 3.0 * (cond - uncond))
         fake = x_t - s * run(critic, x_t, t_B, ctx)
@@ -200,28 +215,57 @@ def test_student_gradient_is_that_of_its_last_call_alone():
         return t_B, 0.5 * (g**2).mean(), optax.tree.norm(pull(g / g.size))
 
     null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
-    adapters = (state.adapters[name]["high"] for name in ("default", "critic"))
+    adapters = (state.adapters[name][expert] for name in ("default", "critic"))
     t_B, loss, norm = oracle(*adapters, batch.ctx_BSE, null)
-    assert 875 <= float(t_B.min()) < float(t_B.max()) <= 980
-    np.testing.assert_allclose(_updated()[1]["dmd2/loss/high"], loss, rtol=1e-4)
-    np.testing.assert_allclose(_updated()[1]["grad_norm/high"], norm, rtol=1e-4)
+    low, high = (875, 980) if expert == "high" else (20, 875)
+    assert low <= float(t_B.min()) < float(t_B.max()) <= high
+    np.testing.assert_allclose(_updated()[1][f"dmd2/loss/{expert}"], loss, rtol=1e-4)
+    np.testing.assert_allclose(_updated()[1][f"grad_norm/{expert}"], norm, rtol=1e-4)
 
 
-def test_critic_clips_end_where_the_next_expert_begins():
-    """The low expert's rollout passes the high one's; both are Euler's steps over the schedule."""
+@ENDS
+def test_critic_regresses_the_velocity_of_the_students_clips(expert, sigma_s):
     state, batch = _stirred()
-    plan, null = JOINT.sampling.schedule, batch.uncond_1SE
+    base, x_s = state.params["student"][expert], batch.latents["critic"][expert]["x"]
+    t_B, _, x_t, target = _noised(expert, "critic", x_s, sigma_s)
+
+    @jax.jit
+    def oracle(adapter):
+        v = wan.denoise(base, adapter, x_t, t_B, batch.ctx_BSE, config=tiny.WAN)
+        return jnp.square(v - target).mean()
+
+    loss, grad = jax.value_and_grad(oracle)(state.adapters["critic"][expert])
+    found = (_updated()[1][f"critic/{name}/{expert}"] for name in ("loss", "grad_norm"))
+    np.testing.assert_allclose([*found], [loss, optax.tree.norm(grad)], rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", dmd2.SOLVERS)
+def test_critic_clips_end_where_the_next_expert_begins(solver):
+    """The low expert's rollout passes the high one's. Fresh noise goes by way of x0, also at the
+    end of an expert's steps, which is then x0 itself."""
+    (state, batch), plan, ids = _stirred(), JOINT.sampling.schedule, jnp.arange(4)
+    if solver == "renoise":
+        own = dataclasses.replace(JOINT.sampling, solver=solver)
+        batch = _collect(tiny.shared(dataclasses.replace(JOINT, sampling=own)), state)
     policy = states.rollout_params(state)
     for expert, steps in (("high", range(2)), ("low", range(4))):
         exit_step, _ = dmd2._draw(JOINT, 1, expert, "critic")
-        x = sampler.initial_noise(
-            dmd2._key(JOINT, 1, expert, "critic", 0), jnp.arange(4), states.latent_shape(JOINT)
-        )
+        assert exit_step > 0
+        key = dmd2._key(JOINT, 1, expert, "critic", 0)
+        x = sampler.initial_noise(key, ids, states.latent_shape(JOINT))
         for i in range(exit_step + 1):
             name = schedule.expert_name(plan, i)
-            run = _velocity(*policy[name], batch.ctx_BSE, null)
-            end = plan.sigmas[steps.stop] if i == exit_step else plan.sigmas[i + 1]
-            x = x + (end - plan.sigmas[i]) * run(x, jnp.full(4, plan.timesteps[i]))
+            run = _velocity(*policy[name], batch.ctx_BSE, batch.uncond_1SE)
+            v, sigma = run(x, jnp.full(4, plan.timesteps[i])), plan.sigmas[i]
+            if solver == "euler":
+                end = plan.sigmas[steps.stop] if i == exit_step else plan.sigmas[i + 1]
+                x = x + (end - sigma) * v
+                continue
+            x = x - sigma * v
+            if i < exit_step:
+                draws = [jax.random.fold_in(jax.random.fold_in(key, n), i + 1) for n in ids]
+                noise = jnp.stack([jax.random.normal(k, x.shape[1:]) for k in draws])
+                x = (1 - plan.sigmas[i + 1]) * x + plan.sigmas[i + 1] * noise
         np.testing.assert_allclose(batch.latents["critic"][expert]["x"], x, atol=1e-4)
 
 
