@@ -113,16 +113,16 @@ def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int,
 
     present = {expert: numbers for expert, numbers in slots.items() if len(numbers)}
     if mix:
-        return [{e: by_size(pairs(numbers, len(numbers))) for e, numbers in present.items()}]
-    return [{e: by_size(pairs(numbers, micro_steps))} for e, numbers in present.items()]
+        return [{e: _by_size(pairs(numbers, len(numbers))) for e, numbers in present.items()}]
+    return [{e: _by_size(pairs(numbers, micro_steps))} for e, numbers in present.items()]
 
 
 def parts(samples, size: int) -> tuple:
     """Samples as index arrays (([n, M],), ...) of micro-batches of `size`, and one of the rest."""
-    return by_size((chunk,) for chunk in _cut(np.asarray(samples, np.int32), size))
+    return _by_size((chunk,) for chunk in _cut(np.asarray(samples, np.int32), size))
 
 
-def by_size(micro) -> tuple:
+def _by_size(micro) -> tuple:
     """Micro-batches, tuples of arrays [M], each stacked with others of its size to [n, M]."""
     sizes: dict[int, list] = {}
     for arrays in micro:
