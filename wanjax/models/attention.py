@@ -35,7 +35,7 @@ TILES = {
     "TPU7": ((4864, 1024, 256), (2048, 2048, 256)),
     "": ((2048, 1024, 512), (2048, 1024, 512)),  # v4, v5e, v5p
 }
-CHUNKS = 2  # of the heads in an all-to-all
+CHUNKS = 1  # of the heads in an all-to-all; 2 and 4 cost 1 to 5 % on two H200 (RESULTS.md)
 _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 
