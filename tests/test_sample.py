@@ -106,6 +106,7 @@ def test_a_video_starts_from_its_image(tmp_path, monkeypatch):
     (("--height", "20"), "height"),
     (("--image", "a.png"), "makes videos from text only; leave out --image"),
     (("--frames", "6"), "frames"),
+    (("--vae_tile", "20"), "vae_tile is 20"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_one_line(model, tmp_path, more, text):
     with pytest.raises(SystemExit) as stop:

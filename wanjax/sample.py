@@ -122,6 +122,7 @@ def main(argv=None) -> None:
     add("--frames", type=int)
     add("--seed", type=int, default=0)
     add("--batch", type=int, default=1, help="samples per device call")
+    add("--vae_tile", type=int, default=0, help="decode in tiles of so many pixels")
     add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     args = parser.parse_args(argv)
     try:
@@ -154,7 +155,7 @@ def _run(args) -> None:
     sampling = states.SamplingConfig(
         schedule=plan, guidance=guidance, height=pick(args.height, defaults.height),
         width=pick(args.width, defaults.width), frames=pick(args.frames, defaults.frames),
-        solver=solver, batch=args.batch,
+        solver=solver, batch=args.batch, vae_tile=args.vae_tile,
     )  # fmt: skip
     setup = states.sampling_setup(model, sampling)
     states.latent_shape(setup)

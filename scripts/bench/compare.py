@@ -37,15 +37,17 @@ def main():
         ours = side("ours.py", figure, *options, "--remat", args.remat)
         peer = side("peer.py", figure, *options)
         if ours and peer:
-            policy = f" --remat {args.remat}" if args.remat != "full" else ""
+            usual = {name: parser.get_default(name) for name in ("size", "layers", "remat")}
+            flags = [f" --{n} {getattr(args, n)}" for n in usual if getattr(args, n) != usual[n]]
             rows = [_row(figure, args, ours, peer)]
-            write_section(args.out, f"compare.py {figure}{policy}", card(), rows)
+            write_section(args.out, f"compare.py {figure}{''.join(flags)}", card(), rows)
 
 
 def _row(figure, args, ours, peer) -> dict:
     size = "" if figure in ("grpo", "nft", "umt5") else f" {args.size}"
+    layers = "" if figure.startswith(("vae", "umt5")) else f", {args.layers} layers"
     return {
-        "figure": f"{TITLES[figure]}{size}, {args.layers} layers, bf16",
+        "figure": f"{TITLES[figure]}{size}{layers}, bf16",
         "wanjax s": ours["seconds"],
         "diffusers s": peer["seconds"],
         "faster x": round(peer["seconds"] / ours["seconds"], 2),

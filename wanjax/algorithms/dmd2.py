@@ -523,8 +523,8 @@ def _logits(part, tree, x_t, t_M, *, setup):
 def _scored(level, keys, ids, x_s, *, setup, noise=1):
     """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
     u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * flow.uniform(keys[0], ids)
-    t = 1000 * flow.shift_map(u, setup.sampling.schedule.shift)
-    t = jnp.clip(t, level["t_lo"], level["t_hi"])
+    shift = setup.sampling.schedule.shift
+    t = dmd2.score_timesteps(1000 * u, shift, t_lo=level["t_lo"], t_hi=level["t_hi"])
     noise = sampler.initial_noise(keys[noise], ids, x_s.shape[1:])
     x_t, target = dmd2.phased_noise(x_s, noise, t / 1000, level["sigma_s"])
     return x_t, target, t / 1000, t
