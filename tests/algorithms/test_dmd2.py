@@ -171,11 +171,11 @@ def test_each_pass_moves_its_own_role_and_nothing_else():
             assert not _equal(after.adapters[moved][expert], state.adapters[moved][expert])
 
 
-def _noised(expert, name, x_s, sigma_s):
+def _noised(expert, name, x_s, sigma_s, noise=2):
     """(t_B, σ, x_t, velocity): clips of a pass at their scored levels, on the path of fixed noise
-    whose derivative by σ is the velocity."""
+    (of that purpose) whose derivative by σ is the velocity."""
     _, region = dmd2._draw(JOINT, 1, expert, name)
-    keys, ids = [dmd2._key(JOINT, 1, expert, name, purpose) for purpose in (1, 2)], jnp.arange(4)
+    keys, ids = [dmd2._key(JOINT, 1, expert, name, n) for n in (1, noise)], jnp.arange(4)
     u = region.u[0] + (region.u[1] - region.u[0]) * flow.uniform(keys[0], ids)
     t_B = jnp.clip(1000 * schedule.shift_map(u, 3.0), 20, 980)
     noise = sampler.initial_noise(keys[1], ids, x_s.shape[1:])
@@ -191,6 +191,17 @@ def _noised(expert, name, x_s, sigma_s):
 ENDS = pytest.mark.parametrize("expert, sigma_s", [("high", 0.75), ("low", 0.0)])
 
 
+def _compared(expert, sigma_s, base, critic, x0, x, sigma, ctx, null):
+    """(t_B, x_t, g): the student's call x0 on x at σ, noised by way of x_s, and what critic and
+    teacher make of that."""
+    x_s = x + (sigma_s - sigma) * (x - x0) / sigma
+    t_B, s, x_t, _ = _noised(expert, "student", x_s, sigma_s)
+    cond, uncond = _denoise(base, {}, x_t, t_B, ctx), _denoise(base, {}, x_t, t_B, null)
+    real = x_t - s * (uncond + 3.0 * (cond - uncond))
+    fake = x_t - s * _denoise(base, critic, x_t, t_B, ctx)
+    return t_B, x_t, (fake - real) / jnp.abs(x0 - real).mean((1, 2, 3, 4), keepdims=True)
+
+
 @ENDS
 def test_student_gradient_is_that_of_its_last_call_alone(expert, sigma_s):
     """An oracle in plain jax: g/N pulled back through one call, in which x and g are constants."""
@@ -199,19 +210,11 @@ def test_student_gradient_is_that_of_its_last_call_alone(expert, sigma_s):
     sigma = float(JOINT.sampling.schedule.sigmas[exit_step])
     x, base = batch.latents["student"][expert]["x"], state.params["student"][expert]
 
-    def run(adapter, x, t_B, ctx):
-        return wan.denoise(base, adapter, x, t_B, ctx, config=tiny.WAN)
-
     @jax.jit
     def oracle(student, critic, ctx, null):
         t = jnp.full(4, 1000 * sigma)
-        x0, pull = jax.vjp(lambda a: x - sigma * run(a, x, t, ctx), student)
-        x_s = x + (sigma_s - sigma) * (x - x0) / sigma
-        t_B, s, x_t, _ = _noised(expert, "student", x_s, sigma_s)
-        cond, uncond = run({}, x_t, t_B, ctx), run({}, x_t, t_B, null)
-        real = x_t - s * (uncond + 3.0 * (cond - uncond))
-        fake = x_t - s * run(critic, x_t, t_B, ctx)
-        g = (fake - real) / jnp.abs(x0 - real).mean((1, 2, 3, 4), keepdims=True)
+        x0, pull = jax.vjp(lambda a: x - sigma * _denoise(base, a, x, t, ctx), student)
+        t_B, _, g = _compared(expert, sigma_s, base, critic, x0, x, sigma, ctx, null)
         return t_B, 0.5 * (g**2).mean(), optax.tree.norm(pull(g / g.size))
 
     null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
@@ -726,6 +729,127 @@ def test_the_divergence_weights_a_clip_by_its_ratio():
     r, plain = (float(found["rkl"][f"dmd2/{name}/low"]) for name in ("ratio", "loss"))
     assert abs(r - 1) > 0.01 and plain > 0
     np.testing.assert_allclose(found["kl"]["dmd2/loss/low"], r**2 * plain, rtol=1e-4)
+
+
+# Heads on the critics of both experts. A clip is a micro-batch of its own: metrics are per clip.
+HEADS = _setup(
+    dmd2__guidance={"high": 3.0, "low": 3.0},
+    dmd2__micro_samples=1,
+    dmd2__gan_weight=0.5,
+    dmd2__gan_critic_weight=2.0,
+    dmd2__gan_penalty=3.0,
+    dmd2__divergence="js",
+)
+
+
+@functools.cache
+def _heads():
+    """A state of HEADS at step 1 in which student, critic and heads are anywhere, and its batch."""
+    state = _start(HEADS).replace(step=jnp.ones((), jnp.int32))
+    for role, seed in (("student", 7), ("critic", 8)):
+        moved = _stir(states.trainable(state, HEADS, role), seed)
+        state = states.replace_trainable(state, HEADS, moved, role)
+    state = state.replace(running=dict.fromkeys(BOTH, jnp.linspace(0.5, 2.0, 10)))
+    return state, _collect(HEADS, state, _clips())
+
+
+def _taken(expert, name):
+    """(gradient of an expert's pass without the scales, metrics [B], running means after it)."""
+    state, batch = _heads()
+    role = "student" if name == "student" else "critic"
+    copy = jax.tree.map(jnp.copy, state)
+    after, metrics = dmd2._take(copy, HEADS, batch, expert, name)
+    moments = optax.tree_utils.tree_get(states.optimizers(after, role)[expert], "mu")
+    norm = max(1.0, *(v for k, v in metrics.items() if "grad_norm" in k))  # clipped to 1
+    return jax.tree.map(lambda m: norm * m / 0.1, moments), metrics, after.running
+
+
+def _assert_gradient(got, want):
+    want = [x for path, x in trees.flatten(want).items() if not path.endswith("/scale")]
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * np.abs(b).max())
+
+
+def _head_logits(base, critic, x_t, t_B, ctx):
+    """Logits [B, L] of a critic's head on its last block, the only one tapped of two."""
+    head = critic[dmd2.HEAD]
+    (h,) = wan.features(base, critic, x_t, t_B, ctx, config=tiny.WAN, layers=(1,))
+    h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-6)
+    h = jax.nn.silu(h @ head["hidden"]["kernel"][0] + head["hidden"]["bias"][:, None])
+    return h @ head["out"]["kernel"][0] + head["out"]["bias"]
+
+
+@ENDS
+def test_gan_gradient_and_ratio_weights_are_those_of_the_heads_logits(expert, sigma_s):
+    """Both parts of the student's gradient, and clip by clip the ratio, js weight and loss."""
+    state, batch = _heads()
+    exit_step, _ = dmd2._draw(JOINT, 1, expert, "student")
+    sigma = float(JOINT.sampling.schedule.sigmas[exit_step])
+    x, base = batch.latents["student"][expert]["x"], state.params["student"][expert]
+
+    @jax.jit
+    def oracle(student, critic, ctx, null):
+        t = jnp.full(4, 1000 * sigma)
+        x0, pull = jax.vjp(lambda a: x - sigma * _denoise(base, a, x, t, ctx), student)
+
+        def gan(x0):
+            t_B, x_t, g = _compared(expert, sigma_s, base, critic, x0, x, sigma, ctx, null)
+            logit_BL = _head_logits(base, critic, x_t, t_B, ctx)
+            return jnp.log1p(jnp.exp(-logit_BL)).mean(), (t_B, logit_BL, g)
+
+        push, (t_B, logit_BL, g) = jax.grad(gan, has_aux=True)(x0)
+        ratio_B = jnp.exp(logit_BL.mean(1)) / jnp.linspace(0.5, 2.0, 10)[(t_B // 100).astype(int)]
+        g = g * (ratio_B / (1 + ratio_B)).reshape(4, 1, 1, 1, 1)
+        return t_B, logit_BL, ratio_B, g, pull(g / g.size), pull(0.5 * push)
+
+    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    adapters = (state.adapters[name][expert] for name in ("default", "critic"))
+    t_B, logit_BL, ratio_B, g, scores, gan = oracle(*adapters, batch.ctx_BSE, null)
+    gradient, metrics, running = _taken(expert, "student")
+    _assert_gradient(gradient, jax.tree.map(jnp.add, scores, gan))
+    assert 0.1 < optax.tree.norm(gan) / optax.tree.norm(scores) < 10
+    assert np.ptp(ratio_B) > 0.1 and np.abs(logit_BL.mean(1)).max() < 5
+    found = [metrics[f"dmd2/{name}/{expert}"] for name in ("ratio", "loss", "gan")]
+    want = ratio_B, 0.5 * jnp.square(g).mean((1, 2, 3, 4)), np.log1p(np.exp(-logit_BL)).mean(1)
+    np.testing.assert_allclose(found, want, rtol=2e-4)
+    mean_N = np.linspace(0.5, 2.0, 10)
+    for n in range(10):  # the mean of a bin's own ratios goes into its running mean
+        if any(own := (t_B // 100) == n):
+            mean_N[n] = 0.99 * mean_N[n] + 0.01 * np.exp(logit_BL.mean(1))[own].mean()
+    np.testing.assert_allclose(running[expert], mean_N, rtol=1e-5)
+
+
+@ENDS
+def test_critic_gradient_has_the_gan_loss_and_the_penalty_on_real_clips(expert, sigma_s):
+    """Real clips by way of σ_s at the levels of the made ones, and R1 as the squared change of
+    their logits when they get 0.1·ε."""
+    state, batch = _heads()
+    base, made = state.params["student"][expert], batch.latents["critic"][expert]
+    t_B, _, x_t, target = _noised(expert, "critic", made["x"], sigma_s)
+    draw = lambda purpose: sampler.initial_noise(
+        dmd2._key(JOINT, 1, expert, "critic", purpose), jnp.arange(4), x_t.shape[1:]
+    )
+    real_s = (1 - sigma_s) * made["real"] + sigma_s * draw(3)
+    _, _, real_t, _ = _noised(expert, "critic", real_s, sigma_s, noise=4)
+    clips = x_t, real_t, real_t + 0.1 * draw(5)
+
+    @jax.jit
+    def parts(critic):
+        v = _denoise(base, critic, x_t, t_B, batch.ctx_BSE)
+        fake, real, shaken = (_head_logits(base, critic, x, t_B, batch.ctx_BSE) for x in clips)
+        gan = jnp.log1p(jnp.exp(fake)).mean() + jnp.log1p(jnp.exp(-real)).mean()
+        return jnp.square(v - target).mean(), gan, jnp.square(real - shaken).mean()
+
+    critic = state.adapters["critic"][expert]
+    loss, gan, penalty = jax.jit(jax.jacrev(parts))(critic)
+    gradient, metrics, _ = _taken(expert, "critic")
+    _assert_gradient(
+        gradient, jax.tree.map(lambda a, b, c: a + 2.0 * (b + 3.0 * c), loss, gan, penalty)
+    )
+    found = [metrics[f"critic/{n}/{expert}"].mean() for n in ("loss", "gan_loss", "gan_penalty")]
+    np.testing.assert_allclose(found, parts(critic), rtol=1e-4)
+    norms = [*map(optax.tree.norm, (loss, gan, penalty))]
+    print(norms)
 
 
 def test_gan_does_not_depend_on_micro_batches_and_resumes():
