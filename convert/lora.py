@@ -613,15 +613,6 @@ def probe(adapter: Adapter) -> float:
 # ---- out ----
 
 
-def to_diffusers(adapters, out_dir, metadata: dict[str, str] | None = None, *, stem: str = "lora"):
-    """Write adapter trees by expert as STEM_high_noise.safetensors and STEM_low_noise.safetensors.
-
-    Load the first with pipe.load_lora_weights(dir, weight_name=...), the second with
-    load_into_transformer_2=True. alpha is kept in the header. Returns the paths.
-    """
-    return write(of_trees(adapters, metadata), out_dir, "diffusers", stem=stem)
-
-
 DIALECTS = {
     "diffusers": ("transformer.", ".lora_A.weight", ".lora_B.weight"),
     "comfyui": ("diffusion_model.", ".lora_down.weight", ".lora_up.weight"),

@@ -71,7 +71,10 @@ def test_adapters_from_files_change_the_video_and_strength_zero_does_not(model, 
         )
         for expert in ("high", "low")
     }
-    files = [str(f) for f in convert_lora.to_diffusers(adapters, tmp_path / "lora", {})]
+    files = [
+        str(f)
+        for f in convert_lora.write(convert_lora.of_trees(adapters), tmp_path / "lora", "diffusers")
+    ]
     both = [flag for file in files for flag in ("--lora", file)]
     sample.main(_command(model, tmp_path / "both", *both))
     none = [flag for file in files for flag in ("--lora", f"{file}@0")]

@@ -117,7 +117,7 @@ def test_diffusers_pipeline_gives_the_same_frames(tinywan, tmp_path, adapted):
     adapters, files = {}, []
     if adapted == "random":
         adapters = _adapters(params, config)
-        files = lora_files.to_diffusers(adapters, tmp_path)
+        files = lora_files.write(lora_files.of_trees(adapters), tmp_path, "diffusers")
     elif adapted:
         files = sorted((pathlib.Path(__file__).parent / "golden/quickstart").glob("*.safetensors"))
         adapters = lora_files.load(files, config)

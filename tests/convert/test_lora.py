@@ -113,7 +113,9 @@ def test_trees_come_back_from_every_dialect(tmp_path, dialect):
 
 
 def test_rank_alpha_expert_and_metadata_are_in_the_header(tmp_path):
-    paths = lora.to_diffusers(make_trees(), tmp_path, {"step": "7", "shift": "12.0"})
+    paths = lora.write(
+        lora.of_trees(make_trees(), {"step": "7", "shift": "12.0"}), tmp_path, "diffusers"
+    )
     assert [p.name for p in paths] == ["lora_high_noise.safetensors", "lora_low_noise.safetensors"]
     tensors, header = files.open_safetensors(paths[1])
     assert "transformer.blocks.0.attn1.to_q.lora_A.weight" in tensors
@@ -126,7 +128,7 @@ def test_rank_alpha_expert_and_metadata_are_in_the_header(tmp_path):
 def test_diffusers_loads_both_files_and_computes_the_same(tmp_path):
     """WanPipeline.load_lora_weights on both experts against wan.denoise with the trees."""
     trees_by_expert = make_trees()
-    paths = lora.to_diffusers(trees_by_expert, tmp_path)
+    paths = lora.write(lora.of_trees(trees_by_expert), tmp_path, "diffusers")
     models = {"high": tiny.torch_transformer(seed=0), "low": tiny.torch_transformer(seed=1)}
     pipe = diffusers.WanPipeline(
         None, None, None, None, transformer=models["high"], transformer_2=models["low"]
