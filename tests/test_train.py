@@ -1,9 +1,11 @@
 """The trainer: config errors before anything compiles, exact resume from any interruption,
 artefacts."""
 
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
 from tests import tiny
 from wanjax import checkpoint, export, metrics, sample, train, trees
-from wanjax.algorithms import grpo, sft
+from wanjax.algorithms import grpo, nft, sft
 from wanjax.data import __main__ as data_command
 from wanjax.data import latents
 from wanjax.rewards import shapes
@@ -275,6 +277,60 @@ def test_a_run_exports_its_adapters_in_every_dialect(whole, model, tmp_path, dia
 def test_exporting_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, "diffusers", tmp_path)
+
+
+# ------------------------------------------------------------------------------ NFT
+
+
+def _nft_config(model, workdir):
+    own = dict(guidance__high=1.0, guidance__low=1.0, lora__targets=tiny.TARGETS)
+    return tiny.make_config(model, workdir, algorithm="nft", **own)
+
+
+@pytest.fixture(scope="module")
+def nft_run(model, tmp_path_factory):
+    """(NFT run that nothing interrupts, workdir with its disk as the last step began)."""
+    folder, collect = tmp_path_factory.mktemp("nft"), nft.collect
+
+    def spy(state, *args):
+        if int(state.step) == 2:
+            shutil.copytree(folder / "run", folder / "killed" / "run")
+        return collect(state, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nft, "collect", spy)
+        return train.main(_nft_config(model, folder)), folder / "killed"
+
+
+def test_a_killed_nft_run_ends_with_the_same_bits(nft_run, model, capsys):
+    """In its third step, whose rollouts follow old; trained, old and ema all differ by then."""
+    run, folder = nft_run
+    kept, names = _arrays(folder / "run", 2), ("trained", "old", "ema")
+    moved = [p.removeprefix("trained/") for p in kept if p.startswith("trained/")]
+    assert {path.split("/")[0] for path in moved} == {"high", "low"}
+    for path in (path for path in moved if not path.endswith("/scale")):
+        for one, other in itertools.combinations(names, 2):
+            assert (kept[f"{one}/{path}"] != kept[f"{other}/{path}"]).any(), path
+    again = train.main(_nft_config(model, folder))
+    assert "resume   step 2 of" in capsys.readouterr().out
+    _same_run(again, run)
+
+
+def test_an_nft_run_exports_its_evaluation_average(nft_run, model, tmp_path):
+    """By the trainer at its end and by the command alike; neither trained nor old."""
+    run, _ = nft_run
+    _, config = sample.load_model(model)
+    arrays = _arrays(run)
+    for paths in (sorted((run / "export").iterdir()), export.export(run, "comfyui", tmp_path)):
+        again = convert_lora.load(paths, config)
+        for expert in ("high", "low"):
+            for path, leaf in trees.flatten(again[expert]).items():
+                if path.endswith("scale"):
+                    continue
+                of = lambda name, path=f"{expert}/{path}": arrays[f"{name}/{path}"]
+                np.testing.assert_allclose(leaf, of("ema"), rtol=1e-6, atol=1e-7)
+                assert not np.allclose(leaf, of("trained"), 1e-2), path
+                assert not np.allclose(leaf, of("old"), 1e-2)
 
 
 # ------------------------------------------------------------------------------ clips

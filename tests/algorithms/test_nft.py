@@ -229,13 +229,15 @@ def _written_out(setup, state, batch, expert):
         u = run(jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape))
         return u + scale * (run(batch.ctx_BSE) - u)
 
-    old, base = velocity(states.averaged(state, "old")[expert]), velocity({})
+    old, ema = (velocity(states.averaged(state, name)[expert]) for name in ("old", "ema"))
+    base = velocity({})
     given = dict(adv_clip_max=config.adv_clip_max, kl_beta=config.kl_beta[expert])
 
     def total(adapter):
         v, adv = velocity(adapter), batch.adv_B
         if config.loss == "awm":
-            return awm.awm_loss(v, old, base, None, batch.x0_B, noise, sigma, adv, **given)[0]
+            rest = awm.awm_loss(v, old, base, None, batch.x0_B, noise, sigma, adv, **given)[0]
+            return rest + 0.3 * jnp.square(v - ema).mean()
         given_nft = dict(nft_beta=config.beta, mode=config.mode)
         return losses.nft_loss(v, old, base, batch.x0_B, x_t, sigma, adv, **given, **given_nft)[0]
 
@@ -245,17 +247,19 @@ def _written_out(setup, state, batch, expert):
 
 
 @pytest.mark.parametrize("loss, scales", [("nft", (1, 1)), ("nft", (3, 2)), ("awm", (1, 1))])
-def test_an_update_is_the_loss_of_trained_old_and_base_velocities(loss, scales):
-    """The three policies differ, and so do the experts' penalties and guidance."""
+def test_an_update_is_the_loss_of_trained_old_ema_and_base_velocities(loss, scales):
+    """The four policies differ, and so do the experts' penalties and guidance; NFT reads no ema."""
     setup = _setup(
         nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.2}, nft__micro_samples=8,
+        nft__awm=dict(ema_kl_beta=0.3),
         nft__timesteps=1, nft__train_guidance=True,
         sampling__guidance=presets.Guidance(*map(float, scales)),
     )  # fmt: skip
     state = _start(setup)
     batch = _collect(setup, state)
     state = states.replace_trainable(state, setup, _stir(states.trainable(state, setup), 0.1))
-    state = states.average(state, "old", _stir(states.averaged(state, "old"), 0.2))
+    for name, scale in (("old", 0.2), ("ema", 0.3)):
+        state = states.average(state, name, _stir(states.averaged(state, name), scale))
     want = {expert: _written_out(setup, state, batch, expert) for expert in ("high", "low")}
     _, metrics = nft.update(state, setup, batch)
     for expert, (value, norm) in want.items():

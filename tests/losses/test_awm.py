@@ -73,6 +73,13 @@ def test_hand_computed_loss():
     loss, aux = awm.awm_loss(*args, **settings)
     np.testing.assert_allclose(loss, -np.exp(-1.5) + 0.5 * 4, rtol=1e-6)
     assert aux["kl"] == 4 and aux["logp"] == -2 and "ema_kl" not in aux
+    # with v_ema = 5: KL(ema) = 3² = 9, or for elbo_kl, where s² = 0.49·(½/½), 9/0.98
+    args, policy = (*args[:3], full(5), *args[4:]), -np.exp(-1.5)
+    settings |= dict(kl_beta=0.0, ema_kl_beta=0.25)
+    for elbo, kl in ((False, 9.0), (True, 9 / 0.98)):
+        loss, aux = awm.awm_loss(*args, **settings, elbo_kl=elbo)
+        np.testing.assert_allclose([loss, aux["ema_kl"]], [policy + 0.25 * kl, kl], rtol=1e-6)
+        assert "kl" not in aux
 
 
 def test_loss_equals_a_numpy_oracle(rng):

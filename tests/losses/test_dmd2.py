@@ -554,6 +554,10 @@ def test_gan_losses_by_hand_by_oracle_and_by_their_gradients(rng):
     np.testing.assert_allclose(d_real, -sigmoid(-real) / real.size, rtol=1e-5)
     student = jax.grad(lambda fake: dmd2.gan_generator_loss(fake)[0])(fake)
     np.testing.assert_allclose(student, -sigmoid(-fake) / fake.size, rtol=1e-5)
+    change = np.float64(real) - fake  # as if clips and shaken clips had these logits
+    np.testing.assert_allclose(dmd2.gan_penalty(real, fake), (change**2).mean(), rtol=1e-6)
+    pair = jax.grad(dmd2.gan_penalty, (0, 1))(real, fake)
+    np.testing.assert_allclose(pair, [2 * change / real.size, -2 * change / real.size], rtol=1e-5)
 
 
 def test_wrong_arguments_are_errors():
