@@ -16,7 +16,6 @@ Dimensions: B batch, then latent axes  L discriminator logits  N timestep bins.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from wanjax.losses import flow
 
@@ -160,7 +159,7 @@ def turns(step, interval, *, exclusive=False):
     the student does not (FastGen).
     """
     if interval < 1:
-        raise ValueError(f"dmd2.student_interval is {interval}; expected at least 1")
+        raise ValueError(f"dmd2.student_every is {interval}; expected at least 1")
     student = step % interval == 0
     return student, not (exclusive and student)
 
@@ -172,16 +171,6 @@ def student_ema_decay(updates, decay, start=1):
     Counting trainer steps instead would average in an unmoved student (effective decay^interval).
     """
     return decay if updates > start else 0.0
-
-
-def warp(steps, shift):
-    """Timesteps of a raw step list under the shift of the run: 1000·S(step/1000), float64."""
-    raw = np.asarray(steps, np.float64)
-    if not (
-        raw.ndim == 1 and len(raw) and raw[0] <= 1000 and raw[-1] > 0 and np.all(np.diff(raw) < 0)
-    ):
-        raise ValueError(f"dmd2.steps is {list(steps)}; expected decreasing values in (0, 1000]")
-    return 1000 * flow.shift_map(raw / 1000, shift)
 
 
 def score_timesteps(raw, shift, *, t_lo=20.0, t_hi=980.0):
