@@ -195,3 +195,31 @@ def _optim() -> ConfigDict:
             clip_norm=1.0,  # 0 = off
         )
     )
+
+
+# What the numbers of a run must be; patterns of keys. What depends on the model or on other keys is
+# checked where it is used.
+NUMBERS = {
+    "at least 1": (
+        "save_every", "keep_last", "alarms.patience", "model.interleave", "sampling.batch",
+        "prompts_per_step", "group_size", "updates", "micro_samples", "micro_steps", "sde.iters",
+        "nft.timesteps", "sft.timesteps", "sft.bins", "dmd2.student_every",
+        "dmd2.warm_substeps",
+    ),
+    "at least 0": (
+        "steps", "keep_every", "sample_every", "eval_every", "lora.rank", "sampling.shift",
+        "guidance.high", "guidance.low", "sde.window", "sde.low_window",
+        "sde.stride", "best_of", "kl.high", "kl.low", "awm.ema_kl_beta", "dmd2.guidance.*",
+        "dmd2.ema_start", "dmd2.warm_steps", "dmd2.gan_*", "*optim.*.lr", "*optim.*.warmup",
+        "*optim.*.decay", "*optim.*.weight_decay", "*optim.*.clip_norm", "eval.number",
+        "eval.samples", "eval.steps", "eval.guidance.*",
+    ),
+    "above 0": (
+        "lora.alpha", "reward_deadline", "adv_clip_max", "clip.*", "nft.beta", "awm.clip",
+        "awm.adv_max", "dpo.beta", "sft.std", "dmd2.floor", "*optim.*.eps",
+    ),
+    "in [0, 1)": (
+        "nft.ema_decay", "dmd2.ema_decay", "*optim.*.b1", "*optim.*.b2",
+    ),
+    "in [0, 1]": ("data.caption_dropout",),
+}  # fmt: skip

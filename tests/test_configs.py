@@ -1,10 +1,12 @@
 """Every recipe passes --dry_run from a preset's shapes alone: no weights, no data."""
 
+import fnmatch
 import importlib
 
 import pytest
 
-from wanjax import train
+from configs import default
+from wanjax import train, trees
 
 A14B, SMALL = "wan2.2_t2v_a14b", "wan2.1_t2v_1.3b"
 RECIPES = [
@@ -46,3 +48,9 @@ def test_unknown_presets_are_named():
     for recipe in {name for name, _, _ in RECIPES}:
         with pytest.raises(ValueError, match="'gigantic' is unknown"):
             importlib.import_module(f"configs.{recipe}").get_config("gigantic")
+
+
+def test_every_rule_for_numbers_names_a_key():
+    keys = [path.replace("/", ".") for path in trees.flatten(default.get_config().to_dict())]
+    for patterns in default.NUMBERS.values():
+        assert all(fnmatch.filter(keys, pattern) for pattern in patterns)

@@ -55,11 +55,6 @@ def test_warm_up_and_decay_are_linear_and_zero_means_none(warmup, decay, rates):
     assert [float(rate(i)) for i in range(len(rates))] == rates
 
 
-def test_negative_settings_are_refused():
-    with pytest.raises(ValueError, match="negative"):
-        optim.make(optim.OptimConfig(lr=-1.0))
-
-
 def test_micro_batches_are_numpy_so_that_a_plan_needs_no_device():
     """Under a mesh of described TPUs, an array of jax would be a program that nothing can run."""
     for mix in (False, True):

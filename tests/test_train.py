@@ -3,6 +3,7 @@ artefacts."""
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -183,6 +184,14 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(micro_samples=5), "a batch of 3 samples does not divide over mesh.data"),
     (dict(micro_samples=4), "a batch of 4 samples does not divide over mesh.data"),
     (dict(micro_steps=0), "config.micro_steps is 0; expected at least 1"),
+    (dict(save_every=0), "config.save_every is 0; expected at least 1"),
+    (dict(steps=-1), "config.steps is -1; expected at least 0"),
+    (dict(adv_clip_max=0.0), "config.adv_clip_max is 0.0; expected above 0"),
+    (dict(clip__low=math.nan), "config.clip.low is nan; expected above 0"),
+    (dict(data__caption_dropout=1.5), "config.data.caption_dropout is 1.5; expected in .0, 1."),
+    (dict(roles__critic__optim__low__b1=1.0), "roles.critic.optim.low.b1 is 1.0; expected in .0, "),
+    (dict(guidance__mode="both"), "config.guidance.mode is 'both'"),
+    (dict(sde__eta=-1.0), "sde.eta is -1.0"),
     (dict(lora__rank=0, model__param_dtype="int8"), "param_dtype 'int8' is for frozen weights"),
     (dict(lora__rank=0, lora__start=("a.safetensors",)), "config.lora.rank is 0"),
     (dict(lora__rank=0, model__offload=True), "model.offload .* found lora.rank 0"),

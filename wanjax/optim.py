@@ -36,8 +36,6 @@ class OptimConfig:
 
 def make(config: OptimConfig) -> optax.GradientTransformation:
     """The transformation for a tree of weights or of adapters; adapter scales are never moved."""
-    if min(config.lr, config.warmup, config.decay, config.clip_norm) < 0:
-        raise ValueError(f"optim has a negative lr, warmup, decay or clip_norm: {config}")
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     adam = optax.adamw(
         learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay

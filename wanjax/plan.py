@@ -305,6 +305,7 @@ def _in_words(changes: dict) -> str:
 def make_setup(config, model: str, chip: Chip) -> tuple[states.Setup, dict]:
     """(the run's Setup, {role: {expert: shapes}}), a model by its preset's name or the config of
     its folder."""
+    train.check(config.to_dict())
     student = _model(config, model or config.model.path, chip)
     kept = {"student": (student, config.model.param_dtype)}
     models = {}

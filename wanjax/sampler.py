@@ -29,6 +29,7 @@ from flax import struct
 
 STOCHASTIC = ("flow", "dance", "cps", "linear")
 KINDS = ("ode", *STOCHASTIC)
+GUIDANCE_MODES = ("batch", "sequential")
 
 # 1 − σ below this counts as σ = 1, where `flow` has its singularity: covers diffusers UniPC
 # (1e-6) and Wan UniPC (3e-4 at shift 3), and leaves the integer timestep 999 alone. An exact
@@ -140,11 +141,7 @@ def rollout(
     slots: number W of stored transitions (static). keep_mean also stores the transition means.
     eta: Python number, > 0 (ignored by "linear"), and ≤ 1 for "cps".
     """
-    if kind not in STOCHASTIC:
-        raise ValueError(f"sde.kind is {kind!r}; training needs one of {', '.join(STOCHASTIC)}")
-    if kind != "linear" and not (eta > 0 and (kind != "cps" or eta <= 1)):
-        limit = "in (0, 1]" if kind == "cps" else "above 0"
-        raise ValueError(f"sde.eta is {eta} for sde.kind {kind!r}; expected a number {limit}")
+    check_kernel(kind, eta)
     if slots < 1:
         raise ValueError(
             f"rollout has {slots} SDE steps; set sde.window to at least 1 or use sample()"
@@ -160,6 +157,15 @@ def rollout(
     return _run(denoise, x, schedule, slot_I, solver, transition, slots, keep_mean)
 
 
+def check_kernel(kind: str, eta: float) -> None:
+    """Raise ValueError for a kernel that is not stochastic, or that takes no such eta."""
+    if kind not in STOCHASTIC:
+        raise ValueError(f"sde.kind is {kind!r}; training needs one of {', '.join(STOCHASTIC)}")
+    if kind != "linear" and not (eta > 0 and (kind != "cps" or eta <= 1)):
+        limit = "in (0, 1]" if kind == "cps" else "above 0"
+        raise ValueError(f"sde.eta is {eta} for sde.kind {kind!r}; expected a number {limit}")
+
+
 def cfg(denoise, guidance: float, cond, uncond, *, mode: str = "batch"):
     """Classifier-free guidance u + w·(c − u) as a function (x, t_B) -> v.
 
@@ -167,8 +173,8 @@ def cfg(denoise, guidance: float, cond, uncond, *, mode: str = "batch"):
     shapes. mode "batch" runs both in one call of 2B, "sequential" in two. guidance == 1 runs the
     condition only.
     """
-    if mode not in ("batch", "sequential"):
-        raise ValueError(f"guidance.mode is {mode!r}; expected 'batch' or 'sequential'")
+    if mode not in GUIDANCE_MODES:
+        raise ValueError(f"guidance.mode is {mode!r}; expected one of {GUIDANCE_MODES}")
     if guidance == 1:
         return lambda x, t_B: denoise(x, t_B, cond)
 

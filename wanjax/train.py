@@ -12,6 +12,7 @@ one that was not.
 
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import json
 import math
@@ -59,7 +60,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     """Run the whole job of a ConfigDict; returns the run folder. Raises ValueError before
     compiling."""
     started = time.time()
-    check_keys(config.to_dict(), default.get_config().to_dict())
+    check(config.to_dict())
     run_dir = pathlib.Path(config.workdir) / config.name
     algorithm = _pick(ALGORITHMS, config.algorithm, "config.algorithm")
     # what a step trains on; else prompts
@@ -421,9 +422,6 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
 
     roles: ModelConfig of each role beside the student, of which the critic is trained.
     """
-    for key in ("micro_samples", "micro_steps"):
-        if config[key] < 1:
-            raise ValueError(f"config.{key} is {config[key]}; expected at least 1")
     for expert in config.experts:
         if expert not in model.experts:
             raise ValueError(
@@ -473,6 +471,7 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
 
 def _sampling(plan, guidance, model: presets.ModelConfig) -> states.SamplingConfig:
     """The sampler of config.sampling and config.guidance; what they leave open is the model's."""
+    _pick(dict.fromkeys(sampler.GUIDANCE_MODES), guidance["mode"], "config.guidance.mode")
     scale = lambda expert: guidance[expert] or getattr(model.sampling.guidance, expert)
     levels, solvers = tuple(plan["sigmas"]) or None, (*sampler.SOLVERS, "renoise")
     if plan["solver"] not in solvers:
@@ -505,6 +504,12 @@ def _evaluation_setup(config, setup: states.Setup) -> states.Setup:
     return dataclasses.replace(setup, sampling=_sampling(plan, guidance, setup.model))
 
 
+def check(config: dict) -> None:
+    """Raise ValueError for unknown keys and for numbers outside the range of their key."""
+    check_keys(config, default.get_config().to_dict())
+    check_numbers(config)
+
+
 def check_keys(config: dict, known: dict, where: str = "config") -> None:
     """Raise ValueError for a key that no default has, with the nearest one."""
     for key, value in config.items():
@@ -518,6 +523,22 @@ def check_keys(config: dict, known: dict, where: str = "config") -> None:
             raise ValueError(f"{where}.{key} is unknown{hint}")
         if isinstance(known[key], dict):
             check_keys(value, known[key], f"{where}.{key}")
+
+
+def check_numbers(config: dict) -> None:
+    """Raise ValueError for a number outside the range that default.NUMBERS has for its key."""
+    holds = {
+        "at least 1": lambda x: x >= 1,
+        "at least 0": lambda x: x >= 0,
+        "above 0": lambda x: x > 0,
+        "in [0, 1)": lambda x: 0 <= x < 1,
+        "in [0, 1]": lambda x: 0 <= x <= 1,
+    }
+    values = {path.replace("/", "."): x for path, x in trees.flatten(config).items()}
+    for expected, patterns in default.NUMBERS.items():
+        for key in (key for pattern in patterns for key in fnmatch.filter(values, pattern)):
+            if not holds[expected](values[key]):
+                raise ValueError(f"config.{key} is {values[key]}; expected {expected}")
 
 
 def _prompts(source: str) -> tuple[str, ...]:

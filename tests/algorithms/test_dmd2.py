@@ -533,10 +533,7 @@ def test_draws_cover_every_exit_and_never_leave_the_expert():
     (dict(sampling__guidance=presets.Guidance(3.0, 1.0)), "config.dmd2.guidance"),
     (dict(sampling__solver="unipc"), "config.sampling.solver is 'unipc'"),
     (dict(dmd2__rollout="backward"), "config.dmd2.rollout is 'backward'"),
-    (dict(dmd2__floor=0.0), "config.dmd2.floor is 0.0"),
     (dict(dmd2__t_hi=1000.0), "config.dmd2.t_lo and t_hi"),
-    (dict(dmd2__student_every=0), "config.dmd2.student_every is 0"),
-    (dict(dmd2__ema_decay=1.0), "config.dmd2.ema_decay is 1.0"),
     (dict(dmd2__updates=2), "config.updates is 2"),
     (dict(sampling__batch=3), "config.sampling.batch = 3"),
     (dict(schedule__steps=1), "expert low has none of the 1 steps"),
@@ -880,9 +877,6 @@ def test_gan_needs_clips_and_known_words():
         _collect(GAN, _start(GAN))
     wrong = dataclasses.replace(GAN.algorithm, divergence="tv")
     with pytest.raises(ValueError, match="config.dmd2.divergence is 'tv'"):
-        dmd2.check(dataclasses.replace(GAN, algorithm=wrong))
-    wrong = dataclasses.replace(GAN.algorithm, gan_weight=-1.0)
-    with pytest.raises(ValueError, match="config.dmd2.gan_weight is -1.0"):
         dmd2.check(dataclasses.replace(GAN, algorithm=wrong))
 
 

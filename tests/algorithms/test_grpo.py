@@ -357,7 +357,7 @@ def test_a_batch_of_another_policy_is_refused():
     (dict(sampling__batch=3), "config.sampling.batch = 3; set it to a divisor of 8"),
     (dict(algorithm__advantage="grpo"), "config.advantage is 'grpo'"),
     (dict(algorithm__kl_kind="kl"), "config.kl.kind is 'kl'"),
-    (dict(sde__kind="ode"), "needs a stochastic kernel"),
+    (dict(sde__kind="ode"), "training needs one of flow"),
     (dict(strategy__window=9), "window"),
     (dict(setup__experts=("low",), strategy__name="high_window"), "picks no step of the trained"),
 ])  # fmt: skip

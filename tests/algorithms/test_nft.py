@@ -174,7 +174,7 @@ def test_rollouts_may_be_stochastic_and_then_are_those_of_the_sampler():
         )  # fmt: skip
         np.testing.assert_allclose(got, want, atol=2e-5)
     assert not np.allclose(got, _collect(_setup(), state).x0_B, atol=1e-2)
-    with pytest.raises(ValueError, match="config.sde.kind is 'ode'"):
+    with pytest.raises(ValueError, match="sde.kind is 'ode'"):
         nft.check(_setup(nft__sde=True, sde__kind="ode"))
 
 

@@ -86,11 +86,7 @@ def check(setup: states.Setup) -> None:
     states.check_batches(setup, "samples", kept)
     if config.kl_kind not in losses.KL_KINDS:
         raise ValueError(f"config.kl.kind is {config.kl_kind!r}; expected one of {losses.KL_KINDS}")
-    if setup.sde.kind not in sampler.KINDS or setup.sde.kind == "ode":
-        raise ValueError(
-            f"config.sde.kind is {setup.sde.kind!r}; GRPO needs a stochastic kernel: "
-            f"{tuple(k for k in sampler.KINDS if k != 'ode')}"
-        )
+    sampler.check_kernel(setup.sde.kind, setup.sde.eta)
     for epoch in range(setup.steps):  # windows are drawn, or walk on
         groups = _slots(setup, sde_steps(setup, epoch))
         if not any(groups.values()):

@@ -104,11 +104,8 @@ def check(setup: states.Setup) -> None:
     if config.old_decay not in nft.OLD_DECAYS:
         raise ValueError(f"config.nft.old_decay is {config.old_decay}; expected 0, 1 or 2")
     sde_steps(setup, 0)
-    if config.sde and setup.sde.kind not in sampler.STOCHASTIC:
-        raise ValueError(
-            f"config.sde.kind is {setup.sde.kind!r}; config.nft.sde needs one of "
-            f"{', '.join(sampler.STOCHASTIC)}"
-        )
+    if config.sde:
+        sampler.check_kernel(setup.sde.kind, setup.sde.eta)
     for expert, steps in _ranges(setup).items():
         if config.timesteps > len(steps):
             raise ValueError(
