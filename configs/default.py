@@ -204,15 +204,15 @@ NUMBERS = {
         "save_every", "keep_last", "alarms.patience", "model.interleave", "sampling.batch",
         "prompts_per_step", "group_size", "updates", "micro_samples", "micro_steps", "sde.iters",
         "nft.timesteps", "sft.timesteps", "sft.bins", "dmd2.student_every",
-        "dmd2.warm_substeps",
+        "dmd2.warm_substeps", "eval.number",
     ),
     "at least 0": (
         "steps", "keep_every", "sample_every", "eval_every", "lora.rank", "sampling.shift",
         "guidance.high", "guidance.low", "sde.window", "sde.low_window",
         "sde.stride", "best_of", "kl.high", "kl.low", "awm.ema_kl_beta", "dmd2.guidance.*",
         "dmd2.ema_start", "dmd2.warm_steps", "dmd2.gan_*", "*optim.*.lr", "*optim.*.warmup",
-        "*optim.*.decay", "*optim.*.weight_decay", "*optim.*.clip_norm", "eval.number",
-        "eval.samples", "eval.steps", "eval.guidance.*",
+        "*optim.*.decay", "*optim.*.weight_decay", "*optim.*.clip_norm", "seed", "eval.samples",
+        "eval.steps", "eval.guidance.*",
     ),
     "above 0": (
         "lora.alpha", "reward_deadline", "adv_clip_max", "clip.*", "nft.beta", "awm.clip",

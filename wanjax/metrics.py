@@ -31,6 +31,7 @@ import numpy as np
 from wanjax import distributed
 
 EXPERTS = ("high", "low")
+WANDB = ("off", "offline", "online")
 # What the progress line shows, if present: metric name -> label.
 _PROGRESS = {
     "reward": "reward",
@@ -282,13 +283,11 @@ def environment() -> dict[str, str]:
 def make_trackers(
     run_dir, config: dict[str, Any], *, start: int, wandb: str, project: str, tensorboard: bool
 ) -> list[Tracker]:
-    """Return the trackers asked for, on process 0; `wandb` is "off", "offline" or "online".
+    """Return the trackers asked for, on process 0; wandb: one of WANDB.
 
-    A wrong setting or a missing package raises ValueError; a service that fails to start is
+    A missing package raises ValueError; a service that fails to start is
     reported and left out.
     """
-    if wandb not in ("off", "offline", "online"):
-        raise ValueError(f"config.wandb is {wandb!r}, expected 'off', 'offline' or 'online'")
     if tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ValueError(
             "config.tensorboard is on but the package tensorboardX is missing; "

@@ -54,6 +54,19 @@ from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.rewards import shapes
 
 ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
+_DTYPES = ("bfloat16", "float16", "float32")
+_WORDS = {  # that the keys of these patterns take
+    "algorithm": ALGORITHMS, "alarms.action": alarms.ACTIONS, "wandb": metrics.WANDB,
+    "reward_failure": rewards.FAILURE, "guidance.mode": sampler.GUIDANCE_MODES,
+    "model.dtype": _DTYPES, "*.param_dtype": (*_DTYPES, *quant.DTYPES), "model.remat": blocks.REMAT,
+}  # fmt: skip
+_HOLDS = {  # the rules of default.NUMBERS; nothing holds for nan
+    "at least 1": lambda x: x >= 1,
+    "at least 0": lambda x: x >= 0,
+    "above 0": lambda x: x > 0,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+}
 
 
 def main(config, dry_run: bool = False) -> pathlib.Path:
@@ -62,7 +75,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     started = time.time()
     check(config.to_dict())
     run_dir = pathlib.Path(config.workdir) / config.name
-    algorithm = _pick(ALGORITHMS, config.algorithm, "config.algorithm")
+    algorithm = ALGORITHMS[config.algorithm]
     # what a step trains on; else prompts
     clips = algorithm.DATA == "latents" or algorithm.DATA == "either" and bool(config.data.path)
     train_prompts, eval_prompts, source = distributed.everywhere(
@@ -72,13 +85,8 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
             _clips(config) if clips and not (dry_run and not config.data.path) else None,
         )
     )
-    _pick(dict.fromkeys(alarms.ACTIONS), config.alarms.action, "config.alarms.action")
     alarms.watch(config.alarms.limits, config.alarms.patience)
     alarms.watch(config.alarms.start, 1)
-    if config.reward_failure not in rewards.FAILURE:
-        raise ValueError(
-            f"config.reward_failure is {config.reward_failure!r}; expected one of {rewards.FAILURE}"
-        )
     if config.lora.start and not config.lora.rank:
         raise ValueError(
             "config.lora.start names adapters but config.lora.rank is 0; set the rank they were "
@@ -471,7 +479,6 @@ def make_setup(config, model: presets.ModelConfig, roles: dict) -> states.Setup:
 
 def _sampling(plan, guidance, model: presets.ModelConfig) -> states.SamplingConfig:
     """The sampler of config.sampling and config.guidance; what they leave open is the model's."""
-    _pick(dict.fromkeys(sampler.GUIDANCE_MODES), guidance["mode"], "config.guidance.mode")
     scale = lambda expert: guidance[expert] or getattr(model.sampling.guidance, expert)
     levels, solvers = tuple(plan["sigmas"]) or None, (*sampler.SOLVERS, "renoise")
     if plan["solver"] not in solvers:
@@ -505,9 +512,25 @@ def _evaluation_setup(config, setup: states.Setup) -> states.Setup:
 
 
 def check(config: dict) -> None:
-    """Raise ValueError for unknown keys and for numbers outside the range of their key."""
+    """Raise ValueError for unknown keys, words that a key does not take and numbers outside its
+    range; what depends on the model or on several keys is checked where it is used."""
     check_keys(config, default.get_config().to_dict())
-    check_numbers(config)
+    values = {path.replace("/", "."): x for path, x in trees.flatten(config).items()}
+    for pattern, words in _WORDS.items():
+        for key in fnmatch.filter(values, pattern):
+            if values[key] not in words:
+                raise ValueError(f"config.{key} is {values[key]!r}; expected one of {(*words,)}")
+    for expected, patterns in default.NUMBERS.items():
+        for key in (key for pattern in patterns for key in fnmatch.filter(values, pattern)):
+            if not _HOLDS[expected](values[key]):
+                raise ValueError(f"config.{key} is {values[key]}; expected {expected}")
+    if not config["name"]:
+        raise ValueError("config.name is empty; expected the name of the run's folder")
+    experts = config["experts"]
+    if not experts or len(set(experts)) < len(experts):
+        raise ValueError(f"config.experts is {experts}; expected high, low, or both, each once")
+    if config["lora"]["rank"] and not config["lora"]["targets"]:
+        raise ValueError("config.lora.targets is empty; expected patterns of layers to adapt")
 
 
 def check_keys(config: dict, known: dict, where: str = "config") -> None:
@@ -523,22 +546,6 @@ def check_keys(config: dict, known: dict, where: str = "config") -> None:
             raise ValueError(f"{where}.{key} is unknown{hint}")
         if isinstance(known[key], dict):
             check_keys(value, known[key], f"{where}.{key}")
-
-
-def check_numbers(config: dict) -> None:
-    """Raise ValueError for a number outside the range that default.NUMBERS has for its key."""
-    holds = {
-        "at least 1": lambda x: x >= 1,
-        "at least 0": lambda x: x >= 0,
-        "above 0": lambda x: x > 0,
-        "in [0, 1)": lambda x: 0 <= x < 1,
-        "in [0, 1]": lambda x: 0 <= x <= 1,
-    }
-    values = {path.replace("/", "."): x for path, x in trees.flatten(config).items()}
-    for expected, patterns in default.NUMBERS.items():
-        for key in (key for pattern in patterns for key in fnmatch.filter(values, pattern)):
-            if not holds[expected](values[key]):
-                raise ValueError(f"config.{key} is {values[key]}; expected {expected}")
 
 
 def _prompts(source: str) -> tuple[str, ...]:
@@ -670,12 +677,6 @@ def _facts(config, setup, state, mesh) -> dict:
 
 def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _pick(table: dict, name: str, key: str):
-    if name not in table:
-        raise ValueError(f"{key} is {name!r}; expected one of {tuple(table)}")
-    return table[name]
 
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:preset]")

@@ -21,7 +21,9 @@ def load_prompts(path) -> tuple[str, ...]:
     """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise ValueError(f"no prompts file at {path}; set config.prompts to a text file")
+        raise ValueError(
+            f"no prompts file at {path}; config.prompts and eval.prompts take text files"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
