@@ -110,6 +110,8 @@ def test_a_video_starts_from_its_image(tmp_path, monkeypatch):
     (("--image", "a.png"), "makes videos from text only; leave out --image"),
     (("--frames", "6"), "frames"),
     (("--vae_tile", "20"), "vae_tile is 20"),
+    (("--batch", "0"), "--batch is 0"),
+    (("--guidance_low", "nan"), "--guidance_low is nan"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_one_line(model, tmp_path, more, text):
     with pytest.raises(SystemExit) as stop:

@@ -123,7 +123,8 @@ def main(argv=None) -> None:
     add("--seed", type=int, default=0)
     add("--batch", type=int, default=1, help="samples per device call")
     add("--vae_tile", type=int, default=0, help="decode in tiles of so many pixels")
-    add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default=dtype)
     args = parser.parse_args(argv)
     try:
         _run(args)
@@ -132,6 +133,11 @@ def main(argv=None) -> None:
 
 
 def _run(args) -> None:
+    if args.batch < 1:
+        raise ValueError(f"--batch is {args.batch}; expected at least 1")
+    for flag in ("guidance_high", "guidance_low"):
+        if not 0 <= (getattr(args, flag) or 0) < math.inf:
+            raise ValueError(f"--{flag} is {getattr(args, flag)}; expected a number from 0 up")
     adapters = _arguments(args.lora)
     params, model = load_model(
         args.model, dtype=args.dtype, param_dtype=args.dtype, adapters=adapters
