@@ -209,7 +209,6 @@ def test_a_host_name_that_means_this_machine_is_refused(monkeypatch):
 
 def test_one_process_needs_no_others(capsys):
     distributed.agree({"config": object()})
-    distributed.barrier("alone")
     assert distributed.everywhere(lambda: 3) == 3
     with pytest.raises(ValueError, match="mine"):
         distributed.everywhere(lambda: (_ for _ in ()).throw(ValueError("mine")))
@@ -266,7 +265,6 @@ CHILD = textwrap.dedent("""
         assert distributed.everywhere(lambda: rank) == rank
         assert distributed.gather("é" * rank) == ["", "é"]
         print("sum", multihost_utils.process_allgather(np.float32(rank + 1)).sum(), flush=True)
-        distributed.barrier("before the loop")
         for step in range(1000):
             multihost_utils.process_allgather(np.int32(step))
             if mode == "preempt" and rank == 1 and step == 3:

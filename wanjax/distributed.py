@@ -223,12 +223,6 @@ def gather(text: str) -> list[str]:
     ]
 
 
-def barrier(name: str) -> None:
-    """Wait until every process has come to the barrier of this name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def preempted(step: int) -> bool:
     """Whether to save and stop after `step`: SIGTERM has reached one process. True on all at the
     same step; every process calls it once a step."""

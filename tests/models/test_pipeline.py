@@ -103,7 +103,7 @@ def test_the_model_in_stages_equals_one_device(mesh, changes):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
-def test_staged_weights_are_split_over_the_stages_and_come_back():
+def test_staged_weights_are_split_over_the_stages():
     params = _model()[0]
     config, mesh = dataclasses.replace(CONFIG, interleave=2), _mesh({"stage": 2})
     with sharding.use_mesh(mesh):
@@ -114,9 +114,6 @@ def test_staged_weights_are_split_over_the_stages_and_come_back():
     assert kernel.shape == (2, 2, 1, 32, 32)
     assert kernel.addressable_shards[0].data.shape == (1, 2, 1, 32, 32)
     np.testing.assert_array_equal(kernel[0, 1, 0], params["blocks"]["attn1"]["to_q"]["kernel"][2])
-    back = wan.unstage(staged, config)
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def _partitioned(fn, operands: str, results: str):

@@ -32,12 +32,6 @@ def stack(tree, layers: int, stages: int, interleave: int):
     return jax.tree.map(split, tree)
 
 
-def unstack(tree, layers: int):
-    """Invert `stack`."""
-    join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[3:])[:layers]
-    return jax.tree.map(join, tree)
-
-
 def chunk_layers(layers: int, stages: int, interleave: int) -> int:
     return math.ceil(layers / (stages * interleave))
 

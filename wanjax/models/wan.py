@@ -227,14 +227,6 @@ def stage(tree, config: WanConfig):
     return {**rest, STAGES: stacked}
 
 
-def unstage(tree, config: WanConfig):
-    """Invert `stage`."""
-    if STAGES not in tree:
-        return tree
-    rest = {name: leaf for name, leaf in tree.items() if name != STAGES}
-    return {**rest, STACK: pipeline.unstack(tree[STAGES], config.num_layers)}
-
-
 def store(params, dtype):
     """Cast matmul weights to dtype; norms, tables and the time embedding stay float32 (as in
     released files). With "float8" or "int8" the matrices of the blocks take one byte a weight (see
