@@ -32,6 +32,8 @@ from wanjax import state as states
 from wanjax.data import text, video
 from wanjax.models import condition, lora, presets, quant, umt5
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def generate(
     setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first_id: int = 0, cond=None
@@ -124,7 +126,7 @@ def main(argv=None) -> None:
     add("--batch", type=int, default=1, help="samples per device call")
     add("--vae_tile", type=int, default=0, help="decode in tiles of so many pixels")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default=dtype)
+    add("--dtype", choices=DTYPES, default=dtype)
     args = parser.parse_args(argv)
     try:
         _run(args)

@@ -54,11 +54,11 @@ from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.rewards import shapes
 
 ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
-_DTYPES = ("bfloat16", "float16", "float32")
 _WORDS = {  # that the keys of these patterns take
     "algorithm": ALGORITHMS, "alarms.action": alarms.ACTIONS, "wandb": metrics.WANDB,
     "reward_failure": rewards.FAILURE, "guidance.mode": sampler.GUIDANCE_MODES,
-    "model.dtype": _DTYPES, "*.param_dtype": (*_DTYPES, *quant.DTYPES), "model.remat": blocks.REMAT,
+    "model.remat": blocks.REMAT, "model.dtype": sample.DTYPES,
+    "*.param_dtype": (*sample.DTYPES, *quant.DTYPES),
 }  # fmt: skip
 _HOLDS = {  # the rules of default.NUMBERS; nothing holds for nan
     "at least 1": lambda x: x >= 1,

@@ -103,13 +103,19 @@ JOINT = _setup(
 )
 
 
+def _moved(setup):
+    """A state at step 1 in which student, critic and teacher differ."""
+    state = _start(setup).replace(step=jnp.ones((), jnp.int32))
+    for role, seed in (("student", 7), ("critic", 8)):
+        moved = _stir(states.trainable(state, setup, role), seed)
+        state = states.replace_trainable(state, setup, moved, role)
+    return state
+
+
 @functools.cache
 def _stirred():
-    """A state of JOINT at step 1 in which student, critic and teacher differ, and its batch."""
-    state = _start(JOINT).replace(step=jnp.ones((), jnp.int32))
-    for role, seed in (("student", 7), ("critic", 8)):
-        moved = _stir(states.trainable(state, JOINT, role), seed)
-        state = states.replace_trainable(state, JOINT, moved, role)
+    """Such a state of JOINT, and its batch."""
+    state = _moved(JOINT)
     return state, _collect(JOINT, state)
 
 
@@ -742,12 +748,10 @@ HEADS = _setup(
 
 @functools.cache
 def _heads():
-    """A state of HEADS at step 1 in which student, critic and heads are anywhere, and its batch."""
-    state = _start(HEADS).replace(step=jnp.ones((), jnp.int32))
-    for role, seed in (("student", 7), ("critic", 8)):
-        moved = _stir(states.trainable(state, HEADS, role), seed)
-        state = states.replace_trainable(state, HEADS, moved, role)
-    state = state.replace(running=dict.fromkeys(BOTH, jnp.linspace(0.5, 2.0, 10)))
+    """A state of HEADS in which student, critic, heads and running means are anywhere, and its
+    batch."""
+    running = dict.fromkeys(BOTH, jnp.linspace(0.5, 2.0, 10))
+    state = _moved(HEADS).replace(running=running)
     return state, _collect(HEADS, state, _clips())
 
 
