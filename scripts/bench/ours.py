@@ -16,6 +16,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 from report_table import timed
 
@@ -42,6 +43,7 @@ def main():
         "--weights", default="bfloat16", choices=["bfloat16", *quant.DTYPES], help="of the base"
     )
     parser.add_argument("--offload", action="store_true", help="experts in host memory (grpo, nft)")
+    parser.add_argument("--kernels", action="store_true", help="where the time of a call goes")
     args = parser.parse_args()
     blocks.set_xla_flags(args.remat)
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
@@ -67,7 +69,7 @@ def forward(args) -> dict:
         exact = run(random_params(config, 0, "bfloat16"), *inputs(0))
     params = random_params(config, 0, args.weights)
     call = lambda i: float(run(params, *inputs(i))[0, 0, 0, 0, 0])
-    row = _timed(call, args.repeats, args.batch * wan.forward_flops(config, _grid(x)))
+    row = _timed(args, call, args.batch * wan.forward_flops(config, _grid(x)))
     if exact is not None:
         norm = jnp.linalg.norm
         row["error"] = float(norm(run(params, *inputs(0)) - exact) / norm(exact))
@@ -101,7 +103,7 @@ def lora_step(args) -> dict:
 
     warm_up = 2 if args.remat == "offload" else 1  # host memory is pinned in the first two calls
     flops = 3 * args.batch * wan.forward_flops(config, _grid(x0))
-    return _timed(call, args.repeats, flops, warm_up)
+    return _timed(args, call, flops, warm_up)
 
 
 def grpo_iteration(args) -> dict:
@@ -146,22 +148,30 @@ def _iteration(algorithm, config, args) -> dict:
     parts = {"collect_s": [], "update_s": []}
     first = {}
 
-    def call(i):
-        nonlocal state, first
-        start = time.perf_counter()
+    def collect():
         batch = algorithm.collect(state, setup, item, tools)
         jax.block_until_ready(list(vars(batch).values()))
-        middle = time.perf_counter()
+        return batch
+
+    def update(batch):
+        nonlocal state
         state, metrics = algorithm.update(state, setup, batch)
-        metrics = {name: float(value) for name, value in metrics.items()}
-        first = first or metrics
+        return {name: float(value) for name, value in metrics.items()}
+
+    def call(i):
+        start = time.perf_counter()
+        batch = collect()
+        middle = time.perf_counter()
+        metrics = update(batch)
+        first.update(metrics if i == 0 else {})
         parts["collect_s"].append(middle - start)
         parts["update_s"].append(time.perf_counter() - middle)
 
     forwards = sum(algorithm.forwards(setup).values())  # a backward pass counts two
     flops = forwards * wan.forward_flops(model.wan, states.token_grid(setup))
     warm_up = 2 if args.offload or args.remat == "offload" else 1  # see lora_step
-    row = _timed(call, min(args.repeats, 2), flops, warm_up)
+    profiled = {"collect kernels": collect, "all kernels": lambda: update(collect())}
+    row = _timed(args, call, flops, warm_up, profiled)
     medians = {name: round(statistics.median(v[warm_up:]), 2) for name, v in parts.items()}
     gaps = [abs(v - 1) for k, v in first.items() if "/ratio_m" in k and "mean" not in k]
     return row | medians | ({"first_ratio_gap": max(gaps)} if gaps else {})
@@ -173,7 +183,7 @@ def vae_decode(args) -> dict:
     params = _vae_params(MODEL.vae)
     run = jax.jit(functools.partial(vae.decode, config=MODEL.vae))
     z = z.astype(jnp.bfloat16)
-    return _timed(lambda i: float(run(params, z + i)[0, 0, 0, 0, 0]), args.repeats)
+    return _timed(args, lambda i: float(run(params, z + i)[0, 0, 0, 0, 0]))
 
 
 def vae_encode(args) -> dict:
@@ -183,19 +193,19 @@ def vae_encode(args) -> dict:
     run = jax.jit(functools.partial(vae.encode, config=MODEL.vae))
     shape = (1, frames, height, width, 3)
     x = jax.random.uniform(jax.random.key(0), shape, jnp.bfloat16, -1, 1)
-    return _timed(lambda i: float(run(params, x * (1 - i / 100))[0, 0, 0, 0, 0]), args.repeats)
+    return _timed(args, lambda i: float(run(params, x * (1 - i / 100))[0, 0, 0, 0, 0]))
 
 
 def text_encoder(args) -> dict:
     """UMT5-XXL on 8 prompts of 512 tokens, bf16."""
-    del args
     config = MODEL.text
     shapes = trees.flatten(jax.eval_shape(lambda: umt5.init(jax.random.key(0), config)))
     params = trees.unflatten(_draw(shapes, 0, lambda path, x: [(path, x.astype(jnp.bfloat16))]))
     ids = jax.random.randint(jax.random.key(1), (8, 512), 2, config.vocab_size)
     run = jax.jit(functools.partial(umt5.encode, config=config))
     mask = jnp.ones((8, 512), bool)
-    return _timed(lambda i: float(run(params, (ids + i) % config.vocab_size, mask)[0, 0, 0]), 5)
+    call = lambda i: float(run(params, (ids + i) % config.vocab_size, mask)[0, 0, 0])
+    return _timed(args, call)
 
 
 def random_params(config, seed: int, weights: str):
@@ -254,9 +264,15 @@ def _grid(x_BTHWC):
     return T, H // 2, W // 2
 
 
-def _timed(call, repeats, flops=None, warm_up=1) -> dict:
-    row = timed(call, repeats, warm_up)
-    return row | ({"tflops": round(flops / row["seconds"] / 1e12, 1)} if flops else {})
+def _timed(args, call, flops=None, warm_up=1, profiled=None) -> dict:
+    """Row of a figure; with --kernels also those of `profiled`, {name: function}, by default the
+    call."""
+    row = timed(call, args.repeats, warm_up)
+    if flops:
+        row["tflops"] = round(flops / row["seconds"] / 1e12, 1)
+    profiled = profiled or {"kernels": lambda: call(0)}
+    found = {name: kernels.by_kind(run) for name, run in profiled.items()} if args.kernels else {}
+    return row | found
 
 
 FIGURES = {
