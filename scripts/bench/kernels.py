@@ -12,7 +12,7 @@ KINDS = {
     "collectives": r"nccl",
     "attention backward": r"(flash|fmha|sdpa).*(bprop|bwd)",
     "attention forward": r"flash|fmha|sdpa",
-    "convolutions": r"conv|implicit|fprop|dgrad",
+    "convolutions": r"implicit_gemm|convolve|conv[23]d",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk",
 }
 REST = "rest"

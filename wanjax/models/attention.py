@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def tiles() -> tuple:
 def describe(kernel: str) -> str:
     """The kernel as `resolve` gives it, and what it chooses for this chip."""
     if kernel != "splash":
-        return {"fa3": "fa3 (backward cudnn)"}.get(kernel, kernel)
+        return kernel
     words = (f"{q} x {k} by {product}" for q, k, product in tiles())
     return f"splash in tiles of {' and '.join(words)} (forward and backward)"
 
@@ -424,12 +425,34 @@ def _cudnn_backward(q, k, v, out, lse, d_out):
 
 
 def _fa3(q, k, v):
-    """FlashAttention-3 of the wheel flash-attn3-jax. Only forward: the backward pass of its version
-    0.2.3 gave gradients 300 times too large on an H100 (head dim 128, jax 0.11.2), so cuDNN's
-    differentiates it; out and lse mean the same in both."""
+    """FlashAttention-3 (arXiv 2407.08608) of the wheel flash-attn3-jax."""
     from flash_attn3_jax import flash_hlo  # pyright: ignore[reportMissingImports]
 
     return flash_hlo._flash_mha_fwd_hlo(q, k, v, 1 / math.sqrt(q.shape[-1]), False, (-1, -1))
+
+
+def _fa3_backward(q, k, v, out, lse, d_out):
+    """The wheel's own wrapper (0.2.3) gives the kernel two buffers of rows in multiples of 128,
+    where its tiles of 80 rows write up to the next multiple of 80, and so past their end (gradients
+    300 times too large at 1,024 rows). So the kernel is called here, with buffers for both."""
+    from flash_attn3_jax import flash_hlo  # pyright: ignore # noqa: F401 (registers the kernel)
+
+    B, L, N, _ = q.shape
+    rows = jax.ShapeDtypeStruct((B, N, -(-L // 640) * 640), jnp.float32)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    absent = jnp.zeros(0, jnp.int32)
+    call = jax.ffi.ffi_call(
+        "flash_mha_bwd", [like(q), like(k), like(v), rows, rows],
+        input_layouts=[None] * 10, output_layouts=[None] * 5,
+    )  # fmt: skip
+    return call(
+        d_out, q, k, v, out, lse, *[absent] * 4,
+        max_seqlen_q_val=L, max_seqlen_q_has_value=True,
+        max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
+        softmax_scale_val=1 / math.sqrt(q.shape[-1]), softmax_scale_has_value=True,
+        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        deterministic="deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""), sm_margin=0,
+    )[:3]  # fmt: skip
 
 
 def _splash(q, k, v):
@@ -501,6 +524,6 @@ def _tile(rows: int, most: int, unit: int) -> tuple[int, int]:
 KERNELS = {
     "xla": (_xla, _xla_backward),
     "cudnn": _written_out(_cudnn, _cudnn_backward),
-    "fa3": _written_out(_fa3, _cudnn_backward),
+    "fa3": _written_out(_fa3, _fa3_backward),
     "splash": _written_out(_splash, _splash_backward),
 }
