@@ -24,6 +24,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
     folder = pathlib.Path(run_dir).absolute() / "checkpoints"
     tmp, final = folder / f"tmp-{_name(step)}", folder / _name(step)
     _on_first_process(lambda: _make_room(folder, leaves))
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with _orbax() as checkpointer:
         checkpointer.save(tmp / "arrays", args=ocp.args.PyTreeSave(leaves))
     _on_first_process(lambda: _commit(tmp, final, step, leaves, json.loads(meta_text)))
     return final
@@ -83,7 +84,7 @@ def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
     wanted = _flatten(abstract_state)
     _compare(folder, body["leaves"], wanted)
     args = {path: _restore_args(leaf) for path, leaf in wanted.items()}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with _orbax() as checkpointer:
         arrays = checkpointer.restore(
             folder / "arrays", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args)
         )
@@ -200,6 +201,11 @@ def _may_vary(key):
     return any(key == name or key.startswith(name + ".") for name in VARIABLE_KEYS)
 
 
+def _orbax():
+    # weights and moments hardly shrink, and compressing them took most of the time of a save
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
 def _make_room(folder, leaves):
     """Remove what interrupted saves and deletions left, then check the free space."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -222,7 +228,7 @@ def _commit(tmp, final, step, leaves, meta):
         "step": step,
         "meta": meta,
         "leaves": {path: [list(leaf.shape), leaf.dtype.name] for path, leaf in leaves.items()},
-        "files": {name: _digest(tmp / name, sync=True) for name in _files(tmp)},
+        "files": _digests(tmp, _files(tmp), sync=True),
     }
     write_json(tmp / _MANIFEST, {"crc32": _crc(body), "body": body})
     for folder in {(tmp / name).parent for name in body["files"]}:
@@ -254,15 +260,15 @@ def _fault(path):
     body = _read_manifest(path)
     if body is None:
         return f"{_MANIFEST} does not match its digest"
-    for name, (size, crc) in body["files"].items():
+    for name, (size, _) in body["files"].items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, expected {size}"
-        if _digest(file)[1] != crc:
-            return f"{name} has another crc32 than when written"
-    return None
+    found = _digests(path, body["files"])
+    changed = [name for name in found if found[name] != body["files"][name]]
+    return f"{changed[0]} has another crc32 than when written" if changed else None
 
 
 def _steps(folder):
@@ -376,6 +382,12 @@ def _name(step):
 
 def _files(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _digests(folder, names, sync=False):
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: _digest(folder / name, sync), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def _digest(path, sync=False):

@@ -17,6 +17,7 @@ TITLES = {
     "grpo": "GRPO iteration, A14B 480x480x5, K=16",
     "nft": "NFT iteration, A14B 480x480x5, K=16",
     "dmd2": "DMD2 step of one clip, A14B",
+    "checkpoint": "checkpoint, LoRA r64 of both experts with AdamW's moments",
     "vae_decode": "VAE decode",
     "vae_encode": "VAE encode",
     "umt5": "UMT5-XXL, 8 x 512 tokens",
@@ -31,21 +32,32 @@ def main():
     parser.add_argument("--layers", default="40", help="fewer to try the scripts")
     parser.add_argument("--size", default="480x832x81")
     parser.add_argument("--remat", default="full", help="ours.py's policy of training")
+    parser.add_argument("--text_rows", default="512", help="of a prompt, before padding")
     args = parser.parse_args()
     for figure in args.figures:
         options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]
+        options += ["--text_rows", args.text_rows]
         ours = side("ours.py", figure, *options, "--remat", args.remat)
         peer = side("peer.py", figure, *options)
         if ours and peer:
-            usual = {name: parser.get_default(name) for name in ("size", "layers", "remat")}
+            usual = {
+                name: parser.get_default(name) for name in ("size", "layers", "remat", "text_rows")
+            }
             flags = [f" --{n} {getattr(args, n)}" for n in usual if getattr(args, n) != usual[n]]
             rows = [_row(figure, args, ours, peer)]
             write_section(args.out, f"compare.py {figure}{''.join(flags)}", card(), rows)
 
 
 def _row(figure, args, ours, peer) -> dict:
-    size = "" if figure in ("grpo", "nft", "umt5") else f" {args.size}"
+    size = "" if figure in ("grpo", "nft", "umt5", "checkpoint") else f" {args.size}"
     layers = "" if figure.startswith(("vae", "umt5")) else f", {args.layers} layers"
+    if figure == "checkpoint":
+        return {
+            "figure": f"{TITLES[figure]}{layers}, {ours['gb']} GB",
+            "save s": f"{ours['seconds']} / {peer['seconds']}",
+            "restore s": f"{ours['restore_s']} / {peer['restore_s']}",
+            "stacks": f"{ours['stack']}; {peer['stack']}",
+        }
     return {
         "figure": f"{TITLES[figure]}{size}{layers}, bf16",
         "wanjax s": ours["seconds"],

@@ -10,7 +10,7 @@ import jax
 KINDS = {
     "copies": r"memcpy|memset",
     "collectives": r"nccl",
-    "attention backward": r"(flash|fmha|sdpa).*(bprop|bwd)",
+    "attention backward": r"(flash|fmha|sdpa).*(bprop|bwd)|cudnn::fusion",
     "attention forward": r"flash|fmha|sdpa",
     "convolutions": r"implicit_gemm|convolve|conv[23]d",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk",

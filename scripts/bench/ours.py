@@ -1,6 +1,6 @@
 """Time wanjax at real Wan sizes on this machine's GPU; one JSON line per figure.
 
-    python scripts/bench/ours.py forward lora_step grpo nft dmd2 vae_decode vae_encode umt5
+    python scripts/bench/ours.py forward lora_step grpo nft dmd2 checkpoint vae_decode umt5 …
 
 Random bf16 weights, no checkpoint needed. Medians of repeated calls after a warm-up call; every
 call ends with a value that the host fetched. scripts/bench/compare.py runs this beside the same
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import tempfile
 import time
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from report_table import timed
 
 from configs import dmd2_wan22, grpo_wan22, nft_wan22
-from wanjax import optim, sampler, sharding, train, trees
+from wanjax import checkpoint, optim, sampler, sharding, train, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft
 from wanjax.losses import flow
@@ -43,6 +44,10 @@ def main():
         "--weights", default="bfloat16", choices=["bfloat16", *quant.DTYPES], help="of the base"
     )
     parser.add_argument("--offload", action="store_true", help="experts in host memory (grpo, nft)")
+    parser.add_argument(
+        "--text_rows", type=int, default=512, help="of a prompt, those of padding not"
+    )
+    parser.add_argument("--folder", help="where checkpoints are tried")
     parser.add_argument("--kernels", action="store_true", help="where the time of a call goes")
     args = parser.parse_args()
     blocks.set_xla_flags(args.remat)
@@ -140,8 +145,8 @@ def _iteration(algorithm, config, args) -> dict:
     params = {e: draw(i) for i, e in enumerate(model.experts)}
     state = algorithm.init(jax.random.key(2), setup, {"student": params})
     prompts = config.prompts_per_step
-    ctx = jax.random.normal(jax.random.key(3), (prompts, 512, 4096))
-    uncond = jax.random.normal(jax.random.key(4), (1, 512, 4096))
+    ctx = jax.random.normal(jax.random.key(3), (prompts, args.text_rows, 4096))
+    uncond = jax.random.normal(jax.random.key(4), (1, args.text_rows, 4096))
     brightness = lambda video, prompts: ({"mean": video.mean((1, 2, 3, 4), dtype=np.float64)}, {})
     tools = states.Tools(_vae_params(model.vae), uncond, brightness)
     item = states.Item(["p"] * prompts, ctx)
@@ -175,6 +180,32 @@ def _iteration(algorithm, config, args) -> dict:
     medians = {name: round(statistics.median(v[warm_up:]), 2) for name, v in parts.items()}
     gaps = [abs(v - 1) for k, v in first.items() if "/ratio_m" in k and "mean" not in k]
     return row | medians | ({"first_ratio_gap": max(gaps)} if gaps else {})
+
+
+def checkpoints(args) -> dict:
+    """Save what a LoRA run of both experts keeps (rank-64 adapters and two moments each), then
+    find it, verify its digests and restore it, as a resumed run does."""
+    config = dataclasses.replace(MODEL.wan, num_layers=args.layers)
+    shapes = jax.eval_shape(
+        lambda key: lora.init(key, wan.init(key, config), rank=64, alpha=64.0), jax.random.key(0)
+    )
+    names = [f"{e}/{part}" for e in MODEL.experts for part in ("adapter", "mu", "nu")]
+    draw = jax.jit(lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shapes))
+    state = {name: draw(jax.random.key(i)) for i, name in enumerate(names)}
+    restored = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+
+        def resume(_):
+            step = checkpoint.latest_good(folder)
+            tree, _ = checkpoint.restore(folder, step, state)
+            restored[:] = [float(leaf.ravel()[-1]) for leaf in jax.tree.leaves(tree)]
+
+        row = timed(lambda i: checkpoint.save(folder, 1, state, {}), args.repeats)
+        back = timed(resume, args.repeats)
+    if restored != [float(leaf.ravel()[-1]) for leaf in jax.tree.leaves(state)]:
+        raise ValueError("the restored state is another")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return row | {"restore_s": back["seconds"], "gb": round(size / 1e9, 2)}
 
 
 def vae_decode(args) -> dict:
@@ -211,8 +242,7 @@ def text_encoder(args) -> dict:
 def random_params(config, seed: int, weights: str):
     """Normal matmul weights, stored as training stores them."""
     shapes = trees.flatten(jax.eval_shape(lambda: wan.init(jax.random.key(0), config)))
-    store = lambda path, x: wan.store_leaf(path, x, weights)
-    return trees.unflatten(_draw(shapes, seed, store))
+    return trees.unflatten(_draw(shapes, seed, _storing(weights)))
 
 
 def _draw(shapes, seed, store):
@@ -220,15 +250,25 @@ def _draw(shapes, seed, store):
     mesh in use as training places it."""
     found = {}
     for path, key in zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True):
-        shape = shapes[path].shape
-        stacked = path.startswith(f"{wan.STACK}/")
-        normal = lambda key, s=shape[stacked:]: jax.random.normal(key, s, jnp.bfloat16) * 0.02
-        one = lambda key, p=path, normal=normal: trees.unflatten(dict(store(p, normal(key))))
-        many = lambda key, one=one, n=shape[0]: jax.lax.map(one, jax.random.split(key, n))
-        make = many if stacked else one
-        where = _shardings(jax.eval_shape(make, key))
-        found |= trees.flatten(jax.jit(make, out_shardings=where[0] if where else None)(key))
+        found |= trees.flatten(_leaf(path, shapes[path].shape, store, jax.sharding.get_mesh())(key))
     return found
+
+
+@functools.cache  # the second expert's leaves are compiled with the first's
+def _leaf(path, shape, store, mesh):
+    """key -> what training stores of a random leaf."""
+    stacked = path.startswith(f"{wan.STACK}/")
+    normal = lambda key: jax.random.normal(key, shape[stacked:], jnp.bfloat16) * 0.02
+    one = lambda key: trees.unflatten(dict(store(path, normal(key))))
+    many = lambda key: jax.lax.map(one, jax.random.split(key, shape[0]))
+    make = many if stacked else one
+    where = _shardings(jax.eval_shape(make, jax.random.key(0)))
+    return jax.jit(make, out_shardings=where[0] if where else None)
+
+
+@functools.cache
+def _storing(weights: str):
+    return lambda path, leaf: wan.store_leaf(path, leaf, weights)
 
 
 def _place(tree):
@@ -255,7 +295,7 @@ def _inputs(args, **run):
     height, width, frames = map(int, args.size.split("x"))
     shape = (args.batch, (frames - 1) // 4 + 1, height // 8, width // 8, 16)
     keys = jax.random.split(jax.random.key(1), 2)
-    ctx = jax.random.normal(keys[1], (args.batch, 512, 4096), jnp.float32)
+    ctx = jax.random.normal(keys[1], (args.batch, args.text_rows, 4096), jnp.float32)
     return config, jax.random.normal(keys[0], shape, jnp.float32), ctx
 
 
@@ -281,6 +321,7 @@ FIGURES = {
     "grpo": grpo_iteration,
     "nft": nft_iteration,
     "dmd2": dmd2_step,
+    "checkpoint": checkpoints,
     "vae_decode": vae_decode,
     "vae_encode": vae_encode,
     "umt5": text_encoder,

@@ -1,6 +1,6 @@
 """The same figures as ours.py in diffusers, PEFT and torch.compile; one JSON line per figure.
 
-    python scripts/bench/peer.py forward lora_step grpo nft dmd2 vae_decode vae_encode umt5
+    python scripts/bench/peer.py forward lora_step grpo nft dmd2 checkpoint vae_decode umt5 …
 
 Needs torch with CUDA, diffusers, peft and transformers. Random bf16 weights. The transformer's
 blocks are compiled (compile_repeated_blocks) over cuDNN attention unless --attention names another
@@ -10,8 +10,10 @@ backend of diffusers; training uses gradient checkpointing.
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -33,6 +35,8 @@ def main():
     parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
     parser.add_argument("--attention", default="_native_cudnn", help="backend of diffusers")
+    parser.add_argument("--text_rows", type=int, default=512, help="of a prompt, zeros up to 512")
+    parser.add_argument("--folder", help="where checkpoints are tried")
     args = parser.parse_args()
     torch.manual_seed(0)
     for name in args.figures:
@@ -86,7 +90,7 @@ def grpo_iteration(args) -> dict:
     parameters = [adapter(m) for m in experts]
     optimizers = [torch.optim.AdamW(p, 1e-4) for p in parameters]
     decoder = vae()
-    ctx, uncond = (random(1, 512, 4096) for _ in range(2))
+    ctx, uncond = text(args), text(args)
     steps, shift, K = GRPO["steps"], GRPO["shift"], GRPO["samples"]
     sigmas = shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
     owner = [0 if s >= GRPO["boundary"] else 1 for s in sigmas[:-1]]
@@ -153,7 +157,7 @@ def nft_iteration(args) -> dict:
     for e in range(2):
         follow(old[e], trained[e], 0.0)
     optimizers = [torch.optim.AdamW(p, 1e-4, weight_decay=0.0) for p in trained]
-    decoder, ctx = vae(), random(1, 512, 4096)
+    decoder, ctx = vae(), text(args)
     solver = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=NFT["shift"]
     )
@@ -230,7 +234,7 @@ def dmd2_step(args) -> dict:
         [torch.optim.AdamW(p, lr, (0.0, 0.999), weight_decay=0.0) for p in groups]
         for groups, (_, lr) in zip(trained, roles, strict=True)
     ]
-    (clip, ctx), uncond = inputs(args), random(1, 512, 4096)
+    (clip, ctx), uncond = inputs(args), text(args)
     guidance = [(uncond, 4.0), (uncond, 3.0)]
     sigmas = [shifted(u, DMD2["shift"]) for u in DMD2["sigmas"]]
     ends = (sigmas[2], 0.0)  # σ_s: the high expert owns steps 0 and 1, the low one 2 and 3
@@ -303,6 +307,30 @@ def generator_loss(x0, fake, real, floor=1e-4):
     return 0.5 * F.mse_loss(x0, fixed - (fake - real) / (fixed - real).abs().mean().clamp(floor))
 
 
+def checkpoints(args) -> dict:
+    """Save, by torch.save and forced to disk, and load the adapters of both experts and their
+    moments."""
+    sizes = [(5120, 5120)] * 8 + [(5120, 13824), (13824, 5120)]
+    shapes = [shape for i, o in sizes for shape in ((64, i), (o, 64))]
+    draw = lambda: [torch.randn(s, device=DEVICE) for _ in range(args.layers) for s in shapes]
+    state = {f"{expert}.{part}": draw() for expert in range(2) for part in ("adapter", "mu", "nu")}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        file = os.path.join(folder, "state.pt")
+
+        def save(_):
+            with open(file, "wb") as out:
+                torch.save(state, out)
+                out.flush()
+                os.fsync(out.fileno())
+
+        def restore(_):
+            torch.load(file, map_location=DEVICE, weights_only=True)
+            synchronize()
+
+        row, back = timed(save, args.repeats), timed(restore, args.repeats)
+    return row | {"restore_s": back["seconds"]}
+
+
 def vae_decode(args) -> dict:
     model, (z, _) = vae(), inputs(args)
     decode = torch.no_grad()(
@@ -368,10 +396,10 @@ def velocity(model, x, t, ctx, guidance=None):
     """Velocity in float32 at t, a number or one a sample; guidance: (negative context, scale), both
     contexts in one call."""
     texts = [ctx] if guidance is None else [ctx, guidance[0]]
-    text = torch.cat([a.expand(len(x), -1, -1) for a in texts])
-    t = t + torch.zeros(len(text), device=DEVICE)
+    rows = torch.cat([a.expand(len(x), -1, -1) for a in texts])
+    t = t + torch.zeros(len(rows), device=DEVICE)
     many = torch.cat([x] * len(texts)).to(torch.bfloat16)
-    v = model(many, t, text, return_dict=False)[0].float()
+    v = model(many, t, rows, return_dict=False)[0].float()
     if guidance is None:
         return v
     c, u = v.chunk(2)
@@ -470,8 +498,13 @@ def inputs(args):
     height, width, frames = map(int, args.size.split("x"))
     return (
         random(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8),
-        random(1, 512, 4096),
+        text(args),
     )
+
+
+def text(args):
+    """Embedding of one prompt, padded with zero rows as diffusers' pipeline does."""
+    return F.pad(random(1, args.text_rows, 4096), (0, 0, 0, 512 - args.text_rows))
 
 
 def random(*shape):
@@ -489,6 +522,7 @@ FIGURES = {
     "grpo": grpo_iteration,
     "nft": nft_iteration,
     "dmd2": dmd2_step,
+    "checkpoint": checkpoints,
     "vae_decode": vae_decode,
     "vae_encode": vae_encode,
     "umt5": text_encoder,
