@@ -34,3 +34,8 @@ def test_lerp_by_hand_keeps_the_dtype():
     np.testing.assert_array_equal(trees.lerp(a, b, 0.25)["x"], [1.0, 2.0])
     half = trees.lerp({"x": jnp.zeros(1, jnp.bfloat16)}, {"x": jnp.ones(1)}, 0.5)["x"]
     assert half.dtype == jnp.bfloat16 and float(half[0]) == 0.5
+
+
+def test_dotted_keeps_empty_mappings_and_lists():
+    config = {"a": 1, "b": {"c": {"d": [2]}, "e": {}}}
+    assert trees.dotted(config) == {"a": 1, "b.c.d": [2], "b.e": {}}

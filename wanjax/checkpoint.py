@@ -33,6 +33,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from wanjax import trees
+
 FORMAT = 1
 _MANIFEST = "MANIFEST.json"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -178,23 +180,13 @@ def _claim(run_dir, config, resume, defaults):
 
 
 def _differences(old, new, defaults):
-    old, new = _dotted(old), _dotted(new)
-    old |= {k: v for k, v in _dotted(defaults).items() if k in new and k not in old}
+    old, new = trees.dotted(old), trees.dotted(new)
+    old |= {k: v for k, v in trees.dotted(defaults).items() if k in new and k not in old}
     keys = [*old, *(key for key in new if key not in old)]
     show = lambda flat, key: (
         json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"
     )
     return {k: (show(old, k), show(new, k)) for k in keys if show(old, k) != show(new, k)}
-
-
-def _dotted(config, prefix=""):
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat.update(_dotted(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _may_vary(key):

@@ -37,7 +37,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from wanjax import __version__
+from wanjax import __version__, trees
 
 RESTART = 42
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -184,7 +184,7 @@ def agree(facts: Mapping[str, Any]) -> None:
         return
     mine = {f"version of {name}": version for name, version in versions().items()}
     mine |= {"code": _code(), **facts}
-    text = json.dumps(_dotted(mine), sort_keys=True)
+    text = json.dumps({k: json.dumps(v) for k, v in trees.dotted(mine).items()}, sort_keys=True)
     if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
     hosts, values = gather(socket.gethostname()), [json.loads(other) for other in gather(text)]
@@ -395,17 +395,6 @@ def _refuse_loopback(me: str, host: str, port: int) -> None:
             f"{me}: --coordinator={host}:{port} is this machine itself ({sorted(addresses)[0]}); "
             "give the address by which the other hosts reach process 0"
         )
-
-
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{dotted key: JSON} of a nested mapping."""
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_dotted(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value)
-    return flat
 
 
 def _code() -> str:

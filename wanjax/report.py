@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from wanjax import metrics
+from wanjax import metrics, trees
 
 _TEMPLATE = pathlib.Path(__file__).parent / "assets" / "report.html"
 _COLOURS = 6  # --s0 … --s5 of the template
@@ -512,13 +512,13 @@ def _facts(runs):
         if run.config:
             shown = "" if len(runs) > 1 else " open"
             title = f"<summary><b>Config{escape(of)}</b></summary>"
-            table = _table(_dotted(run.config))
+            table = _table(_settings(run.config))
             parts.append(f'<details class="card wide"{shown}>{title}{table}</details>')
     return "\n".join(parts)
 
 
 def _config_differences(runs):
-    flats = [_dotted(run.config) for run in runs]
+    flats = [_settings(run.config) for run in runs]
     rows = []
     for key in dict.fromkeys(key for flat in flats for key in flat):
         values = [flat.get(key, "(absent)") for flat in flats]
@@ -541,15 +541,9 @@ def _table(values):
     return f"<table>{rows}</table>"
 
 
-def _dotted(config, prefix=""):
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat.update(_dotted(value, f"{prefix}{key}."))
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            flat[prefix + key] = text
-    return flat
+def _settings(config):
+    text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return {key: text(value) for key, value in trees.dotted(config).items()}
 
 
 def _num(value):

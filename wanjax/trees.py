@@ -4,7 +4,7 @@ Parameter, adapter and optimizer trees are plain nested dicts, so a path is enou
 convert, shard or report a leaf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +34,15 @@ def unflatten(flat: dict[str, Any]) -> Tree:
             node = node.setdefault(name, {})
         node[last] = leaf
     return tree
+
+
+def dotted(config, prefix: str = "") -> dict[str, Any]:
+    """{"key.below": value} of a nested mapping; empty mappings stay, as values."""
+    flat = {}
+    for key, value in config.items():
+        deeper = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{prefix}{key}.") if deeper else {f"{prefix}{key}": value}
+    return flat
 
 
 def map_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
