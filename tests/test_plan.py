@@ -146,6 +146,28 @@ def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit():
         plan._needed("INTERNAL: broken")
 
 
+def test_a_phase_whose_links_take_longer_says_what_lowers_that(model, tmp_path, monkeypatch):
+    config = tiny.make_config(
+        model, tmp_path, lora__targets=(r"blocks/attn1/to_q",), **CASES["grpo"]
+    )
+    chip = dataclasses.replace(plan.CHIPS["cpu"], peak=1e9, link=1.0)
+    monkeypatch.setitem(plan.CHIPS, "cpu", chip)
+    result = plan.make_plan(config, "cpu:4")
+    rollout, update = (result["phases"][name] for name in ("rollout", "update high"))
+    assert rollout["link_seconds"] == sum(c["bytes"] for c in rollout["collectives"].values())
+    text = plan.describe(result)
+    assert "its collectives take longer than its products: " in text
+    gathers = {"all-gather": {"count": 1, "bytes": 9}, "all-to-all": {"count": 9, "bytes": 8}}
+    rollout["collectives"] = update["collectives"] = gathers
+    assert "products: raise config.sampling.batch" in plan.describe(result)
+    assert "products: raise config.micro_samples" in plan.describe(result)
+    update["collectives"] = {"all-to-all": {"count": 1, "bytes": 9}}
+    assert "products: lower config.mesh.context" in plan.describe(result)
+    for phase in result["phases"].values():
+        phase["link_seconds"] = 0.0
+    assert "than its products" not in plan.describe(result)
+
+
 def test_a_plan_that_does_not_fit_names_changes_that_do(model, tmp_path, monkeypatch):
     config = tiny.make_config(model, tmp_path, lora__targets=(r"blocks/attn1/to_q",), mesh__data=4)
     peaks = [plan._peak(plan.make_plan(config, "cpu:4"))]

@@ -56,11 +56,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as XLA sees it: memory in bytes, dense bf16 FLOP/s, HBM and link bytes/s."""
+    """One device as XLA sees it: memory in bytes, dense bf16 FLOP/s, link bytes/s."""
 
     hbm: float
     peak: float
-    bandwidth: float
     link: float  # ICI or NVLink, all links of one device, one direction
     kernel: str
 
@@ -68,13 +67,13 @@ class Chip:
 # cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; a tpu7x chip is two devices, halved here.
 # nvidia.com data sheets of H100 SXM and H200: dense bf16, NVLink 900 GB/s both ways.
 CHIPS = {
-    "v5e": Chip(16 * GIB, metrics.PEAKS["TPU v5e"], 819e9, 200e9, "splash"),
-    "v5p": Chip(95 * GIB, metrics.PEAKS["TPU v5p"], 2765e9, 600e9, "splash"),
-    "v6e": Chip(32 * GIB, metrics.PEAKS["TPU v6"], 1640e9, 448e9, "splash"),
-    "tpu7x": Chip(96 * GIB, metrics.PEAKS["TPU7x"], 3690e9, 600e9, "splash"),
-    "h100": Chip(80e9, metrics.PEAKS["H100"], 3350e9, 450e9, "cudnn"),
-    "h200": Chip(141e9, metrics.PEAKS["H200"], 4800e9, 450e9, "cudnn"),
-    "cpu": Chip(math.inf, math.inf, math.inf, math.inf, "xla"),
+    "v5e": Chip(16 * GIB, metrics.PEAKS["TPU v5e"], 200e9, "splash"),
+    "v5p": Chip(95 * GIB, metrics.PEAKS["TPU v5p"], 600e9, "splash"),
+    "v6e": Chip(32 * GIB, metrics.PEAKS["TPU v6"], 448e9, "splash"),
+    "tpu7x": Chip(96 * GIB, metrics.PEAKS["TPU7x"], 600e9, "splash"),
+    "h100": Chip(80e9, metrics.PEAKS["H100"], 450e9, "cudnn"),
+    "h200": Chip(141e9, metrics.PEAKS["H200"], 450e9, "cudnn"),
+    "cpu": Chip(math.inf, math.inf, math.inf, "xla"),
 }
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2,
           "s16": 2, "u16": 2, "s8": 1, "u8": 1, "pred": 1, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
@@ -230,6 +229,8 @@ def make_plan(config, topology: str, model: str = "") -> dict:
         phase["peak"] = phase["arguments"] + phase["temporaries"] + phase["output"] - phase["alias"]
         phase["resident"] = others
         phase["ideal_seconds"] = phase["flops"] / chip.peak / len(devices)
+        moved = sum(kind["bytes"] for kind in phase["collectives"].values())
+        phase["link_seconds"] = moved / chip.link
         room = phase["peak"] + others < chip.hbm * 0.97
         phase["fits"] = room and not phase["refused"]
     result["fits"] = all(phase["fits"] for phase in phases.values())
@@ -633,7 +634,8 @@ def describe(result: dict) -> str:
     lines.append("resident " + ", ".join(parts) + " GiB per device")
     lines.append(
         f"{'phase':16}{'args':>7}{'temp':>7}{'out':>7}{'peak':>7}{'rest':>7}  fits"
-        f"{'PFLOP':>9}{'ideal s':>9}{'calls':>6}{'compile':>9}  collectives per device"
+        f"{'PFLOP':>9}{'ideal s':>9}{'links s':>9}{'calls':>6}{'compile':>9}"
+        "  collectives per device"
     )
     for name, p in result["phases"].items():
         moved = ", ".join(
@@ -644,11 +646,14 @@ def describe(result: dict) -> str:
             f"{name:16}"
             + "".join(f"{gib(n):>7}" for n in sizes)
             + f"  {'yes' if p['fits'] else 'NO':4}{p['flops'] / 1e15:>9.2f}"
-            f"{p['ideal_seconds']:>9.2f}{p['calls']:>6}{p['compile_seconds']:>8}s  "
+            f"{p['ideal_seconds']:>9.2f}{p['link_seconds']:>9.2f}{p['calls']:>6}"
+            f"{p['compile_seconds']:>8}s  "
             f"{moved or 'none'}"
         )
         if p["rematerializations"]:
             lines.append(f"  {p['rematerializations']} involuntary full rematerializations (SPMD)")
+        if p["link_seconds"] > p["ideal_seconds"]:
+            lines.append(f"  its collectives take longer than its products: {_relief(name, p)}")
     lines.append(
         f"checkpoint {gib(result['checkpoint_bytes'])} GiB, weights on each host while loading "
         f"{gib(result['host_bytes'])} GiB; proposed mesh "
@@ -662,6 +667,15 @@ def describe(result: dict) -> str:
     if result["estimate"]:
         lines.append("estimate: compiled for CPU devices; temporaries of the GPU kernel differ")
     return "\n".join(lines)
+
+
+def _relief(name: str, phase: dict) -> str:
+    """What lowers the bytes of a phase's largest kind of collective."""
+    kinds = phase["collectives"]
+    if max(kinds, key=lambda kind: kinds[kind]["bytes"]) == "all-gather":
+        key = "sampling.batch" if name.startswith(("rollout", "decode")) else "micro_samples"
+        return f"raise config.{key}, so that weights are gathered for more samples at a time"
+    return "lower config.mesh.context or config.mesh.tensor"
 
 
 def _command_line(argv) -> None:

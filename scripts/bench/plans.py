@@ -73,7 +73,6 @@ def row(name: str, plan: dict) -> dict:
         " and ".join(f"{key} = {value}" for key, value in option["changes"].items())
         for option in plan.get("advice", ())
     ]
-    moved = sum(kind["bytes"] * p["calls"] for p in phases for kind in p["collectives"].values())
     return {
         "recipe": name,
         "topology": plan["topology"],
@@ -83,7 +82,7 @@ def row(name: str, plan: dict) -> dict:
         "fits": "yes" if plan["fits"] else "; ".join(advice) or "no",
         "PFLOP a step": f"{sum(p['flops'] * p['calls'] for p in phases) / 1e15:,.0f}",
         "ideal s a step": f"{sum(p['ideal_seconds'] * p['calls'] for p in phases):.1f}",
-        "collectives GiB a device and step": gib(moved),
+        "links s a step": f"{sum(p['link_seconds'] * p['calls'] for p in phases):.1f}",
         "involuntary remats": sum(p["rematerializations"] for p in phases),
         "compile s": f"{sum(p['compile_seconds'] for p in phases):.0f}",
     }
@@ -95,8 +94,9 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
         "",
         "Compiled by XLA:TPU for chips that were not there, by `python scripts/bench/plans.py` on",
         "two CPU cores; nothing here has run on a TPU. Peak: the largest phase with all that stays",
-        "resident. Ideal: dense bf16 peak of every chip. A mesh is proposed where the recipe's own",
-        "does not divide.",
+        "resident. Ideal: products at the dense bf16 peak of every chip; links: collectives at the",
+        "rate of all links of a chip, which run beside the products as far as XLA overlaps them. A",
+        "mesh is proposed where the recipe's own does not divide.",
         "",
         *table(rows),
     ]
