@@ -20,6 +20,7 @@ import numpy as np
 
 from wanjax import advantages, metrics, optim, rewards, sampler, schedule, sharding
 from wanjax import state as states
+from wanjax.losses import flow
 from wanjax.losses import grpo as losses
 
 DATA = "prompts"
@@ -256,8 +257,7 @@ def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_pol
         pair = (v, v_ref) if config.kl_kind == "v_mse" else (mean, mean_ref)
         kl = losses.kl_loss(config.kl_kind, *pair, std_B=std, h_B=h)
         loss = loss + config.kl_beta[expert] * kl
-        norm = lambda v: jnp.sqrt((v.astype(jnp.float32) ** 2).sum())
-        aux |= {"kl": kl, "loss": loss, "v_norm_ratio": norm(v) / norm(v_ref)}
+        aux |= {"kl": kl, "loss": loss, "v_norm_ratio": flow.norm_ratio(v, v_ref)}
     aux["v_rms"] = jnp.sqrt(jnp.square(v).mean())
     aux["logp_gap"] = jnp.abs(
         jax.lax.stop_gradient(logp) - data["logp_WB"][slot_M, sample_M]

@@ -157,6 +157,14 @@ def check_per_sample(like, **arrays):
             )
 
 
+def norm_ratio(v, v_ref):
+    """|v| / |v_ref| over all samples: exactly 1 where they are equal, as one reduction makes both
+    sums."""
+    pair = jnp.stack(wide(v, v_ref))
+    squares = jnp.square(pair).reshape(2, -1).sum(1)
+    return jnp.sqrt(squares[0] / squares[1])
+
+
 def wide(*arrays):
     """Bring arrays to one floating dtype of at least float32."""
     dtype = jnp.result_type(jnp.float32, *(jnp.asarray(a).dtype for a in arrays))

@@ -138,7 +138,7 @@ def _to_reference(v_new, v_old, v_ref):
     return {
         "kl": ((v_new - v_ref) ** 2).mean(),
         "old_kl": ((v_old - v_ref) ** 2).mean(),
-        "v_norm_ratio": jnp.sqrt((v_new**2).sum() / (v_ref**2).sum()),
+        "v_norm_ratio": flow.norm_ratio(v_new, v_ref),
     }
 
 
