@@ -652,7 +652,7 @@ def describe(result: dict) -> str:
         )
         if p["rematerializations"]:
             lines.append(f"  {p['rematerializations']} involuntary full rematerializations (SPMD)")
-        if p["link_seconds"] > p["ideal_seconds"]:
+        if p["link_seconds"] > p["ideal_seconds"] > 0:  # of a decode no products are counted
             lines.append(f"  its collectives take longer than its products: {_relief(name, p)}")
     lines.append(
         f"checkpoint {gib(result['checkpoint_bytes'])} GiB, weights on each host while loading "
@@ -673,7 +673,7 @@ def _relief(name: str, phase: dict) -> str:
     """What lowers the bytes of a phase's largest kind of collective."""
     kinds = phase["collectives"]
     if max(kinds, key=lambda kind: kinds[kind]["bytes"]) == "all-gather":
-        key = "sampling.batch" if name.startswith(("rollout", "decode")) else "micro_samples"
+        key = "sampling.batch" if name.startswith("rollout") else "micro_samples"
         return f"raise config.{key}, so that weights are gathered for more samples at a time"
     return "lower config.mesh.context or config.mesh.tensor"
 
