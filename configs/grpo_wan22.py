@@ -32,7 +32,7 @@ def get_config(preset: str = ""):
     c.sde.strategy, c.sde.window = "dual_window", 1
     c.prompts_per_step, c.group_size, c.updates = 48, 16, 2
     c.advantage = "miles"
-    c.sampling.batch, c.micro_samples = 64, 64  # weights are gathered once for as many
+    c.sampling.batch, c.micro_samples = 16, 16
     c.steps, c.save_every, c.sample_every = 200, 5, 20
     c.optim.high.lr = c.optim.low.lr = 1e-4
     c.optim.high.weight_decay = c.optim.low.weight_decay = 1e-4

@@ -30,7 +30,7 @@ def get_config(preset: str = ""):
     c.kl.high = c.kl.low = 1e-4
     c.prompts_per_step, c.group_size = 48, 16
     c.advantage = "flow_grpo"
-    c.sampling.batch, c.micro_samples = 64, 64  # weights are gathered once for as many
+    c.sampling.batch, c.micro_samples = 16, 16
     c.steps, c.save_every, c.sample_every = 200, 5, 20
     c.optim.high.lr = c.optim.low.lr = 1e-4
     if preset == "small":
