@@ -30,11 +30,12 @@ FORMS = ("auto", "ulysses", "ring")
 NAMES = ("attention_out", "attention_lse")
 # Largest tiles of splash attention by kind of chip, forward and backward: query rows, key rows, key
 # rows of one product. Those of v6 and 7x forward were found by MaxDiffusion's search on such chips;
-# the others are the largest of a few that XLA:TPU fits into VMEM, and were never timed.
+# the others are the largest of a few that XLA:TPU fits into VMEM with several samples a chip (2048
+# query rows fit one sample only), and were never timed.
 TILES = {
     "TPU v6": ((3328, 2816, 256), (2048, 2048, 256)),
     "TPU7": ((4864, 1024, 256), (2048, 2048, 256)),
-    "": ((2048, 1024, 512), (2048, 1024, 512)),  # v4, v5e, v5p
+    "": ((1024, 1024, 512), (1024, 1024, 512)),  # v4, v5e, v5p
 }
 CHUNKS = 1  # of the heads in an all-to-all; 2 and 4 cost 1 to 5 % on two H200 (RESULTS.md)
 _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
