@@ -144,6 +144,8 @@ def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit():
     assert (facts["flops"], facts["calls"], facts["collectives"]) == (7, 2, {})
     with pytest.raises(RuntimeError, match="INTERNAL: broken"):
         plan._needed("INTERNAL: broken")
+    with pytest.raises(RuntimeError, match="space vmem"):  # no lack of HBM: tiles are too large
+        plan._needed("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: size 16.64M")
 
 
 def test_a_phase_whose_links_take_longer_says_what_lowers_that(model, tmp_path, monkeypatch):

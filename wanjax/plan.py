@@ -594,8 +594,8 @@ def _measure(lowered, flops: int, calls: int) -> tuple[dict, jax.stages.Compiled
 
 def _needed(error: str) -> int:
     """Bytes of device memory that a refused program asks for; raises RuntimeError for other
-    errors."""
-    if "RESOURCE_EXHAUSTED" not in error:
+    errors, such as a kernel that does not fit VMEM."""
+    if "RESOURCE_EXHAUSTED" not in error or "vmem" in error.lower():
         raise RuntimeError(error)
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     sizes = re.findall(r"([\d.]+)([KMGT])i?B?\b", error)
