@@ -225,6 +225,8 @@ def test_flash_attention_3_gets_its_arguments_in_order(rng, wheel, monkeypatch, 
     loss = lambda kernel: (
         lambda *a: attention.attend(*a, last_count=3, kernel=kernel).astype(jnp.float32).var()
     )
+    out = attention.attend(*qkv, last_count=3, kernel="fa3")
+    np.testing.assert_allclose(out, _oracle(*qkv, 3)[0], rtol=0.05, atol=0.05)
     got, want = (jax.value_and_grad(loss(name), (0, 1, 2))(*qkv) for name in ("fa3", "xla"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
