@@ -176,7 +176,8 @@ def _iteration(algorithm, config, args) -> dict:
     flops = forwards * wan.forward_flops(model.wan, states.token_grid(setup))
     warm_up = 2 if args.offload or args.remat == "offload" else 1  # see lora_step
     profiled = {"collect kernels": collect, "all kernels": lambda: update(collect())}
-    row = _timed(args, call, flops, warm_up, profiled)
+    few = argparse.Namespace(**vars(args) | {"repeats": min(args.repeats, 2)})  # as peer.py
+    row = _timed(few, call, flops, warm_up, profiled)
     medians = {name: round(statistics.median(v[warm_up:]), 2) for name, v in parts.items()}
     gaps = [abs(v - 1) for k, v in first.items() if "/ratio_m" in k and "mean" not in k]
     return row | medians | ({"first_ratio_gap": max(gaps)} if gaps else {})
