@@ -8,8 +8,9 @@ Preset miles is their one stochastic step among steps 1 to 3, which the high exp
 each expert, so that both learn.
 
 Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 27 s of
-rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md); the default 48 x 16 wants a pod
-or a node, over which `mesh.data` splits the samples.
+rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md); the default 48 x 16, 64 samples
+at a time, is for a pod over which `mesh.data` splits them (one a chip of v5p:4x4x4, planned in
+scripts/bench/plan.md); for fewer chips lower sampling.batch and micro_samples.
 
 The reward is yours: an import path "package.module:function", called as function(video uint8
 [B,T,H,W,3], prompts, meta) -> (scores [B], info). Set it below or in a copy of this file.
@@ -32,7 +33,7 @@ def get_config(preset: str = ""):
     c.sde.strategy, c.sde.window = "dual_window", 1
     c.prompts_per_step, c.group_size, c.updates = 48, 16, 2
     c.advantage = "miles"
-    c.sampling.batch, c.micro_samples = 16, 16
+    c.sampling.batch, c.micro_samples = 64, 64
     c.steps, c.save_every, c.sample_every = 200, 5, 20
     c.optim.high.lr = c.optim.low.lr = 1e-4
     c.optim.high.weight_decay = c.optim.low.weight_decay = 1e-4

@@ -5,8 +5,9 @@
         --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"
 
 Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 17 s of
-rollout and 31 s of update, 73 GiB, see scripts/bench/RESULTS.md); the default 48 x 16 wants a pod
-or a node, over which `mesh.data` splits the samples. Curve: not measured.
+rollout and 31 s of update, 73 GiB, see scripts/bench/RESULTS.md); the default 48 x 16, 64 samples
+at a time, is for a pod over which `mesh.data` splits them (one a chip of v5p:4x4x4, planned in
+scripts/bench/plan.md); for fewer chips lower sampling.batch and micro_samples. Curve: not measured.
 Watch the reward, never the loss: it does not fall by design (see wanjax/losses/nft.py).
 
 Guidance is 1: the trained policy learns what guidance would add, so the first samples look worse
@@ -30,7 +31,7 @@ def get_config(preset: str = ""):
     c.kl.high = c.kl.low = 1e-4
     c.prompts_per_step, c.group_size = 48, 16
     c.advantage = "flow_grpo"
-    c.sampling.batch, c.micro_samples = 16, 16
+    c.sampling.batch, c.micro_samples = 64, 64
     c.steps, c.save_every, c.sample_every = 200, 5, 20
     c.optim.high.lr = c.optim.low.lr = 1e-4
     if preset == "small":

@@ -56,7 +56,10 @@ def byte_matmul(x, q, scale):
     rounded = _round(x.astype(jnp.float32) / token, q.dtype)
     rounded = jax.lax.optimization_barrier(rounded)  # written as bytes by what computed x
     exact = jnp.int32 if q.dtype == jnp.int8 else x.dtype
-    return _scaled(jnp.matmul(rounded, q, preferred_element_type=exact), scale, token, x.dtype)
+    y = jnp.matmul(rounded, q, preferred_element_type=exact)
+    # else XLA's GEMM fusion takes the conversion to float32 in, and where its autotuner then picks
+    # cuBLAS, that conversion is left over as a pass of its own
+    return _scaled(jax.lax.optimization_barrier(y), scale, token, x.dtype)
 
 
 def _byte_bwd(saved, dy):
