@@ -59,9 +59,17 @@ def test_update_flops_by_hand():
 
 
 def test_proposed_mesh_divides_batch_and_heads():
-    mesh = plan.propose_mesh(64, batch=16, heads=40)
-    assert (mesh["fsdp"], mesh["context"]) == (16, 4)
-    assert plan.propose_mesh(8, batch=2, heads=3)["fsdp"] == 2
+    mesh = plan.propose_mesh(64, batch=16, heads=40, held=0, hbm=1)
+    assert (mesh["data"], mesh["fsdp"], mesh["context"]) == (16, 1, 4)
+    mesh = plan.propose_mesh(8, batch=2, heads=3, held=0, hbm=1)
+    assert (mesh["data"], mesh["context"]) == (2, 4)
+
+
+@pytest.mark.parametrize("held, data, fsdp", [(54, 16, 1), (58, 8, 2), (217, 4, 4), (9999, 1, 16)])
+def test_proposed_mesh_splits_weights_only_as_far_as_memory_needs(held, data, fsdp):
+    """A device of 95 may hold 57."""
+    mesh = plan.propose_mesh(64, batch=16, heads=40, held=held, hbm=95)
+    assert (mesh["data"], mesh["fsdp"], mesh["context"]) == (data, fsdp, 4)
 
 
 def test_unknown_topology_lists_the_known():

@@ -52,6 +52,7 @@ from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.models import blocks, presets, quant, vae, wan
 
 GIB = 2**30
+HELD = 0.6  # share of a device that weights and moments may take in a proposed mesh
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,20 @@ def devices_of(topology: str) -> tuple[str, list]:
     return name, present[: int(size)]
 
 
-def propose_mesh(number: int, batch: int, heads: int) -> dict[str, int]:
+def propose_mesh(number: int, batch: int, heads: int, held: float, hbm: float) -> dict[str, int]:
     """A mesh of `number` devices: as many batch shards as divide, context over the rest, and that
-    only by a divisor of the heads where one is possible."""
+    only by a divisor of the heads where one is possible. The shards split what must be `held`
+    (bytes) only until it takes the share HELD of a device: what is whole on each of them is never
+    gathered."""
     options = []
     for shards in range(1, number + 1):
         if number % shards == 0 and batch % shards == 0:
             context = number // shards
             options.append((heads % context == 0, shards, context))
     _, shards, context = max(options)
-    return {"data": 1, "fsdp": shards, "context": context, "tensor": 1, "stage": 1}
+    splits = [n for n in range(1, shards + 1) if shards % n == 0]
+    fsdp = next((n for n in splits if held / n <= hbm * HELD), shards)
+    return {"data": shards // fsdp, "fsdp": fsdp, "context": context, "tensor": 1, "stage": 1}
 
 
 def collectives(hlo: str) -> dict[str, dict[str, int]]:
@@ -199,7 +204,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     own = dict(config.mesh)
     batch = math.gcd(*_batches(config, setup))
     heads = setup.model.wan.num_attention_heads
-    proposed = propose_mesh(len(devices), batch, heads)
+    proposed = propose_mesh(len(devices), batch, heads, _held(config, weights), chip.hbm)
     grid = states.token_grid(setup)
     try:
         mesh = sharding.make_mesh(own, devices)
@@ -344,6 +349,13 @@ def _weights(model: presets.ModelConfig, dtype: str):
 
 def _whole(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _held(config, weights) -> float:
+    """Bytes that training keeps: weights, and with full weights trained their float32 gradients
+    and moments."""
+    trained = 0 if config.lora.rank else sum(x.size for x in jax.tree.leaves(weights["student"]))
+    return _whole(weights) + 12 * trained
 
 
 def _per_device(tree) -> int:
