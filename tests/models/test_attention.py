@@ -14,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from wanjax import sharding
+from wanjax import plan, sharding
 from wanjax.models import attention
 
 
@@ -245,3 +245,18 @@ def test_flash_attention_3_gets_its_arguments_in_order(rng, wheel, monkeypatch, 
 def test_cudnn_lowers_to_one_forward_and_one_backward_call(monkeypatch):
     calls = _cudnn_calls("cudnn", monkeypatch)
     assert calls == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_splash_tiles_fit_the_vmem_of_every_chip(topology):
+    """XLA:TPU compiles forward and backward of two samples a chip; runs where wanjax[plan] is
+    installed."""
+    pytest.importorskip("libtpu")
+    _, devices = plan.devices_of(topology)
+    mesh = sharding.make_mesh({"data": len(devices)}, devices)
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    shape = (2 * len(devices), 8192, 10, 128)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+    loss = lambda *qkv: attention.attend(*qkv, kernel="splash").astype(jnp.float32).sum()
+    with sharding.use_mesh(mesh), jax.default_matmul_precision("default"):  # bfloat16 on TPU
+        jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
