@@ -177,6 +177,7 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(sampling__vae_tile=20), "config.sampling.vae_tile is 20"),
     (dict(sampling__grid="cosine"), "sampling.grid is 'cosine'"),
     (dict(sampling__solver="rk9"), "solver is 'rk9'; set config.sampling.solver"),
+    (dict(eval__grid="explicit"), r"config.eval with its own grid 'explicit': sampling.sigmas is"),
     (dict(eval__solver="rk9"), "solver is 'rk9'; .* or config.eval.solver"),
     (dict(sampling__batch=3), "config.sampling.batch = 3"),
     (dict(sde__window=7), "window"),

@@ -508,7 +508,11 @@ def _evaluation_setup(config, setup: states.Setup) -> states.Setup:
         return setup
     plan, guidance = config.sampling.to_dict() | own, config.guidance.to_dict() | scales
     plan["sigmas"] = () if {"steps", "grid"} & own.keys() else plan["sigmas"]
-    return dataclasses.replace(setup, sampling=_sampling(plan, guidance, setup.model))
+    try:
+        return dataclasses.replace(setup, sampling=_sampling(plan, guidance, setup.model))
+    except ValueError as error:
+        asked = ", ".join(f"{key} {value!r}" for key, value in own.items())
+        raise ValueError(f"config.eval with its own {asked}: {error}") from None
 
 
 def check(config: dict) -> None:
