@@ -8,7 +8,8 @@ Preset miles is their one stochastic step among steps 1 to 3, which the high exp
 each expert, so that both learn.
 
 Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 27 s of
-rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md); the default 48 x 16, 64 samples
+rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md; 14 s of update and 98 GiB with
+--config.model.remat=save_matmuls, so on the H200 only); the default 48 x 16, 64 samples
 at a time, is for a pod over which `mesh.data` splits them (one a chip of v5p:4x4x4, planned in
 scripts/bench/plan.md); for fewer chips lower sampling.batch and micro_samples.
 
