@@ -224,7 +224,7 @@ def vae_encode(args) -> dict:
     params = _vae_params(MODEL.vae)
     run = jax.jit(functools.partial(vae.encode, config=MODEL.vae))
     shape = (1, frames, height, width, 3)
-    x = jax.random.uniform(jax.random.key(0), shape, jnp.bfloat16, -1, 1)
+    x = jax.random.uniform(jax.random.key(0), shape, minval=-1, maxval=1).astype(jnp.bfloat16)
     return _timed(args, lambda i: float(run(params, x * (1 - i / 100))[0, 0, 0, 0, 0]))
 
 
@@ -259,7 +259,8 @@ def _draw(shapes, seed, store):
 def _leaf(path, shape, store, mesh):
     """key -> what training stores of a random leaf."""
     stacked = path.startswith(f"{wan.STACK}/")
-    normal = lambda key: jax.random.normal(key, shape[stacked:], jnp.bfloat16) * 0.02
+    draw = lambda key: jax.random.normal(key, shape[stacked:])  # in bfloat16 it has 128 values
+    normal = lambda key: (draw(key) * 0.02).astype(jnp.bfloat16)
     one = lambda key: trees.unflatten(dict(store(path, normal(key))))
     many = lambda key: jax.lax.map(one, jax.random.split(key, shape[0]))
     make = many if stacked else one
