@@ -34,6 +34,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.alarms.limits["*/v_rms/*"] = (0.2, 5.0)  # of the velocity; noise and latents have about 1
     c.alarms.start = ConfigDict()  # the same for the very first step, where nothing has moved yet
     c.alarms.start["*/ratio_mean/*"] = (0.99, 1.01)  # the trainer scores as the rollout did
+    c.alarms.start["*/clip_frac/*"] = (0.0, 0.0)  # to within the clip range
     c.alarms.start["*/kl/*"] = (0.0, 1e-3)
     c.alarms.start["nft/old_deviate/*"] = (0.0, 1e-3)
     c.alarms.start["dpo/loss/*"] = (0.693, 0.694)  # log 2
@@ -114,7 +115,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.guard = False  # GRPO-Guard
     c.same_noise = False  # one initial noise a group: its rewards differ by SDE noise alone
     c.best_of = 0  # train on this many of a group, half of them its best, half its worst; 0 = all
-    c.recompute_old_logp = False
+    c.recompute_old_logp = False  # score again before training; with param_dtype int8 or float8
+    # scores of rollout and update differ by about 1e-3, which is more than the clip range
     # ---- DiffusionNFT and its siblings AWM and online Flow-DPO (algorithm = "nft") ----
     c.nft = ConfigDict()
     c.nft.loss = "nft"  # nft, awm, dpo

@@ -23,7 +23,8 @@ def test_a_limit_rings_once_after_enough_steps_in_a_row():
 def test_the_first_step_must_be_on_policy():
     """The limits that every run has, each with a value that it allows and one that it does not."""
     values = {
-        "grpo/ratio_mean/high": (1.001, 1.02), "awm/ratio_mean/low": (0.999, 0.98),
+        "grpo/clip_frac/low": (0.0, 0.01), "grpo/ratio_mean/high": (1.001, 1.02),
+        "awm/ratio_mean/low": (0.999, 0.98),
         "nft/kl/low": (0.0, 0.01), "nft/old_deviate/high": (1e-5, 0.01),
         "dpo/loss/low": (math.log(2), 0.7), "dmd2/critic_gap/high": (0.0, 1e-7),
     }  # fmt: skip

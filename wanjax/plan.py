@@ -693,13 +693,14 @@ def _relief(name: str, phase: dict) -> str:
 def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
-    blocks.set_xla_flags(train._CONFIG.value.model.remat)
+    config = train._CONFIG.value
+    blocks.set_xla_flags(config.model.remat, config.mesh.stage)
     try:
-        result = make_plan(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
+        result = make_plan(config, _TOPOLOGY.value or "", _MODEL.value)
     except ValueError as error:
         sys.exit(f"wanjax.plan: {error}")
     if not result["fits"] and _ADVISE.value:
-        result["advice"] = advise(train._CONFIG.value, _TOPOLOGY.value or "", _MODEL.value)
+        result["advice"] = advise(config, _TOPOLOGY.value or "", _MODEL.value)
     print(json.dumps(result, default=float) if _JSON.value else describe(result), flush=True)
 
 

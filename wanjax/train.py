@@ -695,7 +695,7 @@ def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
     config = _CONFIG.value
-    blocks.set_xla_flags(config.model.remat)
+    blocks.set_xla_flags(config.model.remat, config.mesh.stage)
     place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
         distributed.start(*place)

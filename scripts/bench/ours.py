@@ -50,8 +50,8 @@ def main():
     parser.add_argument("--folder", help="where checkpoints are tried")
     parser.add_argument("--kernels", action="store_true", help="where the time of a call goes")
     args = parser.parse_args()
-    blocks.set_xla_flags(args.remat)
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
+    blocks.set_xla_flags(args.remat, axes.get("stage", 1))
     mesh = sharding.make_mesh(axes) if axes else None
     for name in args.figures:
         with sharding.use_mesh(mesh):

@@ -89,6 +89,37 @@ def _plain():
     return _run(CONFIG, *_model())
 
 
+@pytest.mark.parametrize("number, stages, interleave, enters, leaves", [
+    (3, 2, 1, [0, 1, 2, 2], [0, 0, 1, 2]),  # 0 goes in at step 0 and out at step 1, ...
+    # 0 and 1 go in, come back for their second chunk, leave at steps 3 and 4; 2 does at step 7
+    (3, 2, 2, [0, 1, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 1, 2, 2, 2]),
+    (1, 4, 1, [0, 0, 0, 0], [0, 0, 0, 0]),
+])  # fmt: skip
+def test_the_schedule(number, stages, interleave, enters, leaves):
+    got = pipeline.schedule(number, stages, interleave)
+    assert [x.tolist() for x in got] == [list(range(len(enters))), enters, leaves]
+
+
+def test_written_out_turns_keep_no_copies_of_the_batch(rng):
+    """Where turns are written out, XLA makes a copy of the whole batch a turn of each masked
+    update, so their gradient has none."""
+    params, h = {"w": jnp.ones((4, 6, 6))}, jnp.ones((8, 5, 6))
+    side, run = {"gate": jnp.ones((8, 6))}, functools.partial(pipeline.run_blocks, _toy, layers=4)
+
+    def loss(params, remat):
+        stacks = (pipeline.stack(t, 4, 2, 1) for t in (params, {"a": params["w"]}))
+        return run(*stacks, h, side, remat=remat).sum()
+
+    with sharding.use_mesh(_mesh({"stage": 2})):
+        updates = {
+            remat: str(jax.make_jaxpr(jax.grad(functools.partial(loss, remat=remat)))(params))
+            for remat in ("full", "offload")
+        }
+    assert {remat: "scatter" in text for remat, text in updates.items()} == {
+        "full": True, "offload": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("mesh, changes", [
     ({"stage": 2, "fsdp": 2}, dict(interleave=2)),
     ({"stage": 2, "context": 2, "tensor": 2}, dict(remat="save_attention")),  # a ring inside

@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from wanjax import sharding
@@ -48,8 +49,7 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
     number = len(h_BLD) // shards
     micro = lambda x: x.reshape(shards, number, *x.shape[1:]).swapaxes(0, 1)  # moves nothing
     interleave, per = jax.tree.leaves(params)[0].shape[1:3]
-    rounds = number if interleave == 1 else math.ceil(number / stages) * stages
-    turns, last = rounds * interleave, stages - 1
+    last = stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
     at = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
 
@@ -58,28 +58,32 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
         params, lora, h_MBLD, side = at((params, lora, h_MBLD, side), 0)
         here = jax.lax.axis_index("stage")
 
-        def step(carry, t):
-            arrived, done = carry
-            turn = t - here
-            group, place = jnp.divmod(jnp.clip(turn, 0, turns - 1), stages * interleave)
-            chunk, m = place // stages, group * stages + place % stages
-            useful = (turn >= 0) & (turn < turns) & (m < number)  # else the stage idles
-            m = jnp.minimum(m, number - 1)
-            h = jnp.where((here == 0) & (chunk == 0), h_MBLD[m], arrived)
+        def compute(t, fresh, arrived):
+            group, place = jnp.divmod(jnp.maximum(t - here, 0), stages * interleave)
+            chunk, m = place // stages, jnp.minimum(group * stages + place % stages, number - 1)
+            h = jnp.where((here == 0) & (chunk == 0), fresh, arrived)
             own, adapter = at((params, lora), 0 if interleave == 1 else chunk)
             index = (chunk * stages + here) * per + jnp.arange(per)
             real = index < layers if spare else None
-            h = blocks.run_blocks(block, own, adapter, h, at(side, m), remat=remat, real=real)
-            leaves = useful & (here == last) & (chunk == interleave - 1)
-            done = done.at[m].set(jnp.where(leaves, h, done[m]))
-            return (jax.lax.ppermute(h, "stage", ring), done), None
+            return blocks.run_blocks(block, own, adapter, h, at(side, m), remat=remat, real=real)
+
+        def step(carry, now):
+            (arrived, done), (t, enters, leaves) = carry, now
+            h = compute(t, h_MBLD[enters], arrived)
+            return (jax.lax.ppermute(h, "stage", ring), done.at[leaves].set(h)), None
 
         spare = stages * interleave * per != layers
-        start = (jnp.zeros_like(h_MBLD[0]), jnp.zeros_like(h_MBLD))
-        # written out for "offload": XLA:GPU moves nothing to the host out of a loop in a loop
-        unroll = remat == "offload"
-        (_, done), _ = jax.lax.scan(step, start, jnp.arange(turns + last), unroll=unroll)
-        return done[None]  # zero but on the last stage
+        steps, arrived = schedule(number, stages, interleave), jnp.zeros_like(h_MBLD[0])
+        if remat != "offload":
+            (_, done), _ = jax.lax.scan(step, (arrived, jnp.zeros_like(h_MBLD)), steps)
+        else:  # written out: XLA:GPU moves nothing to the host out of a loop in a loop
+            fresh = [x[0] for x in jax.lax.split(h_MBLD, (1,) * number)]
+            done = [arrived] * number
+            for t, enters, leaves in zip(*steps, strict=True):
+                done[leaves] = h = compute(t, fresh[enters], arrived)
+                arrived = jax.lax.ppermute(h, "stage", ring)
+            done = jnp.stack(done)
+        return jnp.where(here == last, done, 0)[None]
 
     # a copy a stage and a sum over stages, not replication and psum: their gradients would be
     # all-reduces made by hand, which XLA:CPU cannot compile in bfloat16 (jax 0.10.2)
@@ -87,4 +91,26 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
     out_SMBLD = jax.shard_map(
         stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False
     )(params, lora, copies(h_BLD), jax.tree.map(copies, side))
-    return out_SMBLD.sum(0).swapaxes(0, 1).reshape(h_BLD.shape)
+    out_MBLD = jax.lax.reduce(out_SMBLD, np.zeros((), out_SMBLD.dtype), jax.lax.add, (0,))
+    # the barrier of its gradient: else XLA:GPU keeps float32 parts of the head for every turn
+    return jax.lax.optimization_barrier(out_MBLD).swapaxes(0, 1).reshape(h_BLD.shape)
+
+
+def schedule(number: int, stages: int, interleave: int):
+    """(step, micro-batch that stage 0 takes in if it takes one, micro-batch that leaves the last
+    stage in this step or next after it), each an array over the steps.
+
+    The indices are known before compiling, so a pipeline that is written out only slices.
+    """
+    step = np.arange((math.ceil(number / stages) + 1) * stages * interleave + stages)
+
+    def work(turn):
+        group, place = np.divmod(np.maximum(turn, 0), stages * interleave)
+        return group * stages + place % stages, place // stages
+
+    enters, _ = work(step)
+    out, chunk = work(step - (stages - 1))
+    leaves = (step >= stages - 1) & (chunk == interleave - 1) & (out < number)
+    before = np.cumsum(leaves) - leaves
+    needed = before < number
+    return step[needed], np.minimum(enters, number - 1)[needed], before[needed]
