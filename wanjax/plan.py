@@ -109,11 +109,11 @@ def devices_of(topology: str) -> tuple[str, list]:
     return name, present[: int(size)]
 
 
-def propose_mesh(number: int, batch: int, heads: int, held: float, hbm: float) -> dict[str, int]:
+def propose_mesh(number: int, batch: int, heads: int, held: int, hbm: float) -> dict[str, int]:
     """A mesh of `number` devices: as many batch shards as divide, context over the rest, and that
-    only by a divisor of the heads where one is possible. The shards split what must be `held`
-    (bytes) only until it takes the share HELD of a device: what is whole on each of them is never
-    gathered."""
+    only by a divisor of the heads where one is possible. Context splits what must be `held`
+    (bytes) as well, the shards only until it takes the share HELD of a device: what is whole on
+    each of them is never gathered between them."""
     options = []
     for shards in range(1, number + 1):
         if number % shards == 0 and batch % shards == 0:
@@ -121,7 +121,7 @@ def propose_mesh(number: int, batch: int, heads: int, held: float, hbm: float) -
             options.append((heads % context == 0, shards, context))
     _, shards, context = max(options)
     splits = [n for n in range(1, shards + 1) if shards % n == 0]
-    fsdp = next((n for n in splits if held / n <= hbm * HELD), shards)
+    fsdp = next((n for n in splits if held / n / context <= hbm * HELD), shards)
     return {"data": shards // fsdp, "fsdp": fsdp, "context": context, "tensor": 1, "stage": 1}
 
 
@@ -204,7 +204,7 @@ def make_plan(config, topology: str, model: str = "") -> dict:
     own = dict(config.mesh)
     batch = math.gcd(*_batches(config, setup))
     heads = setup.model.wan.num_attention_heads
-    proposed = propose_mesh(len(devices), batch, heads, _held(config, weights), chip.hbm)
+    proposed = propose_mesh(len(devices), batch, heads, _held(config, setup, weights), chip.hbm)
     grid = states.token_grid(setup)
     try:
         mesh = sharding.make_mesh(own, devices)
@@ -351,11 +351,14 @@ def _whole(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _held(config, weights) -> float:
-    """Bytes that training keeps: weights, and with full weights trained their float32 gradients
-    and moments."""
-    trained = 0 if config.lora.rank else sum(x.size for x in jax.tree.leaves(weights["student"]))
-    return _whole(weights) + 12 * trained
+def _held(config, setup, weights) -> int:
+    """Bytes that training keeps on devices: weights (with model.offload the largest expert's),
+    adapters, optimizer states, and half as much as these for gradients."""
+    init = functools.partial(train.ALGORITHMS[config.algorithm].init, jax.random.key(0), setup)
+    state = jax.eval_shape(init, weights)
+    experts = [_whole(tree) for role in state.params.values() for tree in role.values()]
+    frozen = max(experts) if config.model.offload else sum(experts)
+    return frozen + _whole(state.adapters) + _whole((state.opt, state.role_opt)) * 3 // 2
 
 
 def _per_device(tree) -> int:
