@@ -115,8 +115,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.guard = False  # GRPO-Guard
     c.same_noise = False  # one initial noise a group: its rewards differ by SDE noise alone
     c.best_of = 0  # train on this many of a group, half of them its best, half its worst; 0 = all
-    c.recompute_old_logp = False  # score again before training; with param_dtype int8 or float8
-    # scores of rollout and update differ by about 1e-3, which is more than the clip range
+    c.recompute_old_logp = False  # the update's own score is the old one; for param_dtype int8 and
+    # float8, with which scores of rollout and update differ by more than the clip range
     # ---- DiffusionNFT and its siblings AWM and online Flow-DPO (algorithm = "nft") ----
     c.nft = ConfigDict()
     c.nft.loss = "nft"  # nft, awm, dpo
