@@ -122,7 +122,8 @@ def kernels() -> list[Line]:
     if importlib.util.find_spec("flash_attn3_jax") is None:
         available = tuple(name for name in available if name != "fa3")
     keys = jax.random.split(jax.random.key(0), 3)
-    qkv = [jax.random.normal(key, (1, 1000, 2, 128), jnp.bfloat16) for key in keys]
+    # drawn in float32: jax's normal in bfloat16 has 128 values
+    qkv = [jax.random.normal(key, (1, 1000, 2, 128)).astype(jnp.bfloat16) for key in keys]
 
     def value(kernel):
         loss = lambda *a: attention.attend(*a, kernel=kernel).astype(jnp.float32).var()
