@@ -96,11 +96,12 @@ def _plain():
     (1, 4, 1, [0, 0, 0, 0], [0, 0, 0, 0]),
 ])  # fmt: skip
 def test_the_schedule(number, stages, interleave, enters, leaves):
-    got = pipeline.schedule(number, stages, interleave)
-    assert [x.tolist() for x in got] == [list(range(len(enters))), enters, leaves]
+    micro, chunk, out = pipeline.schedule(number, stages, interleave)
+    assert micro[:, 0].tolist() == enters and out.tolist() == leaves
+    assert micro.shape == chunk.shape == (len(enters), stages)
 
 
-def test_written_out_turns_keep_no_copies_of_the_batch(rng):
+def test_written_out_turns_keep_no_copies_of_the_batch():
     """Where turns are written out, XLA makes a copy of the whole batch a turn of each masked
     update, so their gradient has none."""
     params, h = {"w": jnp.ones((4, 6, 6))}, jnp.ones((8, 5, 6))

@@ -58,9 +58,8 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
         params, lora, h_MBLD, side = at((params, lora, h_MBLD, side), 0)
         here = jax.lax.axis_index("stage")
 
-        def compute(t, fresh, arrived):
-            group, place = jnp.divmod(jnp.maximum(t - here, 0), stages * interleave)
-            chunk, m = place // stages, jnp.minimum(group * stages + place % stages, number - 1)
+        def compute(micro_S, chunk_S, fresh, arrived):
+            m, chunk = jnp.asarray(micro_S)[here], jnp.asarray(chunk_S)[here]
             h = jnp.where((here == 0) & (chunk == 0), fresh, arrived)
             own, adapter = at((params, lora), 0 if interleave == 1 else chunk)
             index = (chunk * stages + here) * per + jnp.arange(per)
@@ -68,8 +67,8 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
             return blocks.run_blocks(block, own, adapter, h, at(side, m), remat=remat, real=real)
 
         def step(carry, now):
-            (arrived, done), (t, enters, leaves) = carry, now
-            h = compute(t, h_MBLD[enters], arrived)
+            (arrived, done), (micro_S, chunk_S, leaves) = carry, now
+            h = compute(micro_S, chunk_S, h_MBLD[micro_S[0]], arrived)
             return (jax.lax.ppermute(h, "stage", ring), done.at[leaves].set(h)), None
 
         spare = stages * interleave * per != layers
@@ -79,8 +78,8 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
         else:  # written out: XLA:GPU moves nothing to the host out of a loop in a loop
             fresh = [x[0] for x in jax.lax.split(h_MBLD, (1,) * number)]
             done = [arrived] * number
-            for t, enters, leaves in zip(*steps, strict=True):
-                done[leaves] = h = compute(t, fresh[enters], arrived)
+            for micro_S, chunk_S, leaves in zip(*steps, strict=True):
+                done[leaves] = h = compute(micro_S, chunk_S, fresh[micro_S[0]], arrived)
                 arrived = jax.lax.ppermute(h, "stage", ring)
             done = jnp.stack(done)
         return jnp.where(here == last, done, 0)[None]
@@ -97,20 +96,16 @@ def run_blocks(block, params, lora, h_BLD, side, *, layers: int, remat: str = "n
 
 
 def schedule(number: int, stages: int, interleave: int):
-    """(step, micro-batch that stage 0 takes in if it takes one, micro-batch that leaves the last
-    stage in this step or next after it), each an array over the steps.
+    """What each stage does in each of T steps: (micro-batch [T,S], its chunk [T,S], micro-batch
+    that leaves the last stage in this step or next after it [T]). An idle stage has a legal index.
 
     The indices are known before compiling, so a pipeline that is written out only slices.
     """
     step = np.arange((math.ceil(number / stages) + 1) * stages * interleave + stages)
-
-    def work(turn):
-        group, place = np.divmod(np.maximum(turn, 0), stages * interleave)
-        return group * stages + place % stages, place // stages
-
-    enters, _ = work(step)
-    out, chunk = work(step - (stages - 1))
-    leaves = (step >= stages - 1) & (chunk == interleave - 1) & (out < number)
-    before = np.cumsum(leaves) - leaves
+    turn = step[:, None] - np.arange(stages)
+    group, place = np.divmod(np.maximum(turn, 0), stages * interleave)
+    micro, chunk = group * stages + place % stages, place // stages
+    out = (turn[:, -1] >= 0) & (chunk[:, -1] == interleave - 1) & (micro[:, -1] < number)
+    before = np.cumsum(out) - out
     needed = before < number
-    return step[needed], np.minimum(enters, number - 1)[needed], before[needed]
+    return np.minimum(micro, number - 1)[needed], chunk[needed], before[needed]
