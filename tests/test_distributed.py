@@ -251,9 +251,9 @@ CHILD = textwrap.dedent("""
     from jax.experimental import multihost_utils
     from wanjax import distributed
 
-    port, rank, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    port, rank, mode, number = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     try:
-        distributed.start(f"127.0.0.1:{port}", 2, rank, timeout=60)
+        distributed.start(f"127.0.0.1:{port}", number, rank, timeout=60)
         if mode == "differ":
             lr = 0.1 * (rank + 1)
             distributed.agree({"config": {"seed": 0, "optim": {"high": {"lr": lr}}}, "n": 1})
@@ -263,7 +263,7 @@ CHILD = textwrap.dedent("""
         if mode == "crash" and rank == 1:
             raise RuntimeError("only here")
         assert distributed.everywhere(lambda: rank) == rank
-        assert distributed.gather("é" * rank) == ["", "é"]
+        assert distributed.gather("é" * rank) == ["é" * i for i in range(number)]
         print("sum", multihost_utils.process_allgather(np.float32(rank + 1)).sum(), flush=True)
         for step in range(1000):
             multihost_utils.process_allgather(np.int32(step))
@@ -283,7 +283,7 @@ CHILD = textwrap.dedent("""
 """)
 
 
-def pair(commands):
+def side_by_side(commands):
     """Run the commands side by side; (exit codes, outputs, seconds)."""
     flags = (flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
@@ -317,16 +317,19 @@ print(sum("XLAEigen" in open(f"/proc/self/task/{t}/comm").read()
     assert done.returncode == 0 and int(done.stdout) >= 8, done.stdout + done.stderr
 
 
-def children(port, mode):
-    return pair([[sys.executable, "-c", CHILD, str(port), str(rank), mode] for rank in (0, 1)])
+def children(port, mode, number=2):
+    child = lambda rank: [sys.executable, "-c", CHILD, str(port), str(rank), mode, str(number)]
+    return side_by_side([child(rank) for rank in range(number)])
 
 
-def test_two_processes_meet_agree_and_compute_together(port):
-    codes, outputs, _ = children(port, "plain")
-    assert codes == [0, 0], outputs
+@pytest.mark.parametrize("number, total", [(2, "3.0"), (4, "10.0")])
+def test_processes_meet_agree_and_compute_together(port, number, total):
+    codes, outputs, _ = children(port, "plain", number)
+    assert codes == [0] * number, outputs
     for rank, output in enumerate(outputs):
-        assert f"process  {rank} of 2 on " in output and "2 of 4 devices, by flags" in output
-        assert "sum 3.0" in output and "done" in output
+        assert f"process  {rank} of {number} on " in output
+        assert f"2 of {2 * number} devices, by flags" in output
+        assert f"sum {total}" in output and "done" in output
 
 
 def test_a_difference_is_named_on_both_and_ends_both(port):
@@ -363,7 +366,7 @@ def test_sigterm_of_one_stops_both_at_the_same_step_with_code_42(port):
 def test_the_trainer_refuses_processes_with_other_configs_before_loading_a_model(port):
     command = [sys.executable, "-m", "wanjax.train", "--config=configs/quickstart.py", "--dry_run"]
     command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    codes, outputs, _ = pair(
+    codes, outputs, _ = side_by_side(
         [[*command, f"--process_id={i}", f"--config.seed={7 * i}"] for i in (0, 1)]
     )
     assert codes == [1, 1], outputs
@@ -387,7 +390,9 @@ def test_two_processes_train_like_one(port, tmp_path):
     model = tiny.save_model(tmp_path)
     alone = train.main(tiny.make_config(model, tmp_path / "alone"))
     command = [sys.executable, "-c", TRAIN, str(port)]
-    codes, outputs, _ = pair([[*command, str(i), model, str(tmp_path / "pair")] for i in (0, 1)])
+    codes, outputs, _ = side_by_side(
+        [[*command, str(i), model, str(tmp_path / "pair")] for i in (0, 1)]
+    )
     assert codes == [0, 0], outputs
     both = metrics.read(tmp_path / "pair" / "run")
     for one, two in zip(metrics.read(alone), both, strict=True):
