@@ -25,8 +25,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from convert import disk, files, names
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import presets, quant, wan
+from wanjax.parallel import sharding
 
 _CHUNK = 256 << 20  # host bytes of one device transfer
 _SMALL = 4 << 20  # below this the host transposes, above the device does

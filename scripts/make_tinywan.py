@@ -41,9 +41,10 @@ import optax
 import safetensors.numpy
 import tiny_tokenizer
 
-from wanjax import sampler, schedule, sharding, trees
+from wanjax import sampler, schedule, trees
 from wanjax.data import text
 from wanjax.models import presets, umt5, vae, wan
+from wanjax.parallel import sharding
 from wanjax.rewards import shapes
 
 Z = 16
@@ -82,7 +83,9 @@ CATEGORIES = [(split, count) for split in ("train", "heldout") for count in (1, 
 
 def main():
     args = _arguments()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.distributed.start
+    jax.config.update(
+        "jax_cpu_enable_async_dispatch", False
+    )  # see wanjax.parallel.distributed.start
     args.deadline = time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"{args.command} on {jax.devices()[0].device_kind}, state in {args.out}", flush=True)

@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = (
 )
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones lack it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time
-os.environ.setdefault("NPROC", "16")  # threads of XLA:CPU; see wanjax.distributed.start
+os.environ.setdefault("NPROC", "16")  # threads of XLA:CPU; see wanjax.parallel.distributed.start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
@@ -28,7 +28,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.distributed.start
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.parallel.distributed.start
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

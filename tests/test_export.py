@@ -17,11 +17,12 @@ import torch
 from convert import disk, few_step, lora, weights
 from convert import export as convert_export
 from tests import tiny
-from wanjax import checkpoint, export, sample, sampler, schedule, train, trees
+from wanjax import export, sample, sampler, schedule, train, trees
 from wanjax import state as states
 from wanjax.data import video
 from wanjax.models import lora as lora_layers
 from wanjax.models import presets
+from wanjax.run import checkpoint
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
 README = pathlib.Path(__file__).parents[1] / "convert/README.md"

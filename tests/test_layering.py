@@ -9,11 +9,17 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 LEVELS = {
-    0: ("wanjax.trees", "wanjax.sharding", "wanjax.distributed"),
+    0: ("wanjax.trees", "wanjax.parallel.sharding", "wanjax.parallel.distributed"),
     1: ("wanjax.models",),
     2: ("wanjax.schedule", "wanjax.sampler", "wanjax.advantages", "wanjax.losses"),
     3: ("wanjax.rewards", "wanjax.state", "wanjax.optim"),
-    4: ("wanjax.checkpoint", "wanjax.data", "wanjax.metrics", "wanjax.report", "wanjax.alarms"),
+    4: (
+        "wanjax.run.checkpoint",
+        "wanjax.data",
+        "wanjax.run.metrics",
+        "wanjax.report",
+        "wanjax.run.alarms",
+    ),
     5: ("wanjax.algorithms",),
     6: ("wanjax.train", "wanjax.sample", "wanjax.plan", "wanjax.doctor", "wanjax.export"),
     7: ("wanjax.data.__main__",),
@@ -143,14 +149,14 @@ def test_module_has_a_docstring(module):
         ("wanjax.trees", "from wanjax import sampler", "level 0 imports level 2"),
         ("wanjax.losses.grpo", "from wanjax import sampler", "level 2 imports level 2"),
         (
-            "wanjax.checkpoint",
+            "wanjax.run.checkpoint",
             "def f():\n    from wanjax.algorithms import grpo",
             "level 4 imports",
         ),
         ("wanjax.algorithms.grpo", "from wanjax.algorithms import nft", "each other"),
         ("wanjax.models.wan", "from convert import weights", "entry points import convert"),
         ("convert.lora", "from wanjax import state", "levels 0 and 1"),
-        ("wanjax.metrics", "import configs.quickstart", "see configs"),
+        ("wanjax.run.metrics", "import configs.quickstart", "see configs"),
         ("wanjax.doctor", "import tests.conftest", "nothing imports tests"),
     ],
 )

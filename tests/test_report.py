@@ -10,8 +10,9 @@ import re
 import numpy as np
 import pytest
 
-from wanjax import checkpoint, metrics, report
+from wanjax import report
 from wanjax.data import video
+from wanjax.run import checkpoint, metrics
 
 COLOURS = {
     "red": (214, 52, 44),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import optim, sharding, trees
+from wanjax import optim, trees
 from wanjax import state as states
+from wanjax.parallel import sharding
 
 BOTH = ("high", "low")
 

@@ -19,11 +19,12 @@ import pytest
 from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
 from tests import tiny
-from wanjax import checkpoint, export, metrics, sample, train, trees
+from wanjax import export, sample, train, trees
 from wanjax.algorithms import grpo, nft, sft
 from wanjax.data import __main__ as data_command
 from wanjax.data import latents
 from wanjax.rewards import shapes
+from wanjax.run import checkpoint, metrics
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from tests import tiny
-from wanjax import checkpoint, metrics, sampler, train
+from wanjax import sampler, train
 from wanjax.algorithms import dmd2
+from wanjax.run import checkpoint, metrics
 
 STEPS, GROUP = 4, 4
 OWN = {

@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert import disk
-from wanjax import sharding
 from wanjax.models import attention
+from wanjax.parallel import sharding
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")

@@ -15,7 +15,8 @@ import sys
 import numpy as np
 
 from convert import lora, weights
-from wanjax import checkpoint, schedule, trees
+from wanjax import schedule, trees
+from wanjax.run import checkpoint
 
 
 def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:

@@ -46,10 +46,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert import disk
-from wanjax import metrics, optim, sharding, train, trees
+from wanjax import optim, train, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.models import blocks, presets, quant, vae, wan
+from wanjax.parallel import sharding
+from wanjax.run import metrics
 
 GIB = 2**30
 HELD = 0.6  # share of a device that weights and moments may take in a proposed mesh

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from wanjax import metrics, trees
+from wanjax import trees
+from wanjax.run import metrics
 
 _TEMPLATE = pathlib.Path(__file__).parent / "assets" / "report.html"
 _COLOURS = 6  # --s0 … --s5 of the template

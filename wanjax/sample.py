@@ -27,10 +27,11 @@ import numpy as np
 
 from convert import lora as convert_lora
 from convert import weights
-from wanjax import sampler, schedule, sharding
+from wanjax import sampler, schedule
 from wanjax import state as states
 from wanjax.data import text, video
 from wanjax.models import condition, lora, presets, quant, umt5
+from wanjax.parallel import sharding
 
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from wanjax import advantages, optim, sampler, schedule, sharding, trees
+from wanjax import advantages, optim, sampler, schedule, trees
 from wanjax.models import condition, lora, presets, vae, wan
+from wanjax.parallel import sharding
 
 AVERAGES = ("old", "ema")  # kept beside the trained weights by some algorithms
 

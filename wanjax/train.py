@@ -32,26 +32,15 @@ from ml_collections import config_flags
 
 from configs import default
 from convert import lora as convert_lora
-from wanjax import (
-    alarms,
-    checkpoint,
-    distributed,
-    metrics,
-    optim,
-    report,
-    rewards,
-    sample,
-    sampler,
-    schedule,
-    sharding,
-    trees,
-)
+from wanjax import optim, report, rewards, sample, sampler, schedule, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.data import latents, text, video
 from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, condition, presets, quant, wan
+from wanjax.parallel import distributed, sharding
 from wanjax.rewards import shapes
+from wanjax.run import alarms, checkpoint, metrics
 
 ALGORITHMS = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
 _WORDS = {  # that the keys of these patterns take

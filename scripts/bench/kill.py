@@ -22,7 +22,7 @@ import numpy as np
 from report_table import write_section
 from safetensors.numpy import load_file
 
-from wanjax import metrics
+from wanjax.run import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -28,9 +28,10 @@ import jax
 import numpy as np
 
 from configs import default, quickstart
-from wanjax import distributed, export, train
+from wanjax import export, train
 from wanjax.data import __main__ as data
 from wanjax.data import video
+from wanjax.parallel import distributed
 from wanjax.rewards import shapes
 
 GPU = {

@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from convert import disk, files, names, weights
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import presets, wan
+from wanjax.parallel import sharding
 
 
 def main():

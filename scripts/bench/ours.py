@@ -22,11 +22,13 @@ import numpy as np
 from report_table import timed
 
 from configs import dmd2_wan22, grpo_wan22, nft_wan22
-from wanjax import checkpoint, optim, sampler, sharding, train, trees
+from wanjax import optim, sampler, train, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft
 from wanjax.losses import flow
 from wanjax.models import attention, blocks, lora, presets, quant, umt5, vae, wan
+from wanjax.parallel import sharding
+from wanjax.run import checkpoint
 
 MODEL = presets.MODELS["wan2.2_t2v_a14b"]
 

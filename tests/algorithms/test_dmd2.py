@@ -14,24 +14,14 @@ import pytest
 
 from configs import default, dmd2_wan21, dmd2_wan22
 from tests import tiny
-from wanjax import (
-    alarms,
-    checkpoint,
-    export,
-    metrics,
-    optim,
-    sample,
-    sampler,
-    schedule,
-    sharding,
-    train,
-    trees,
-)  # fmt: skip
+from wanjax import export, optim, sample, sampler, schedule, train, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2
 from wanjax.data import video
 from wanjax.losses import flow
 from wanjax.models import lora, presets, wan
+from wanjax.parallel import sharding
+from wanjax.run import alarms, checkpoint, metrics
 
 SMALL = dataclasses.replace(
     tiny.MODEL,

@@ -10,10 +10,11 @@ import optax
 import pytest
 
 from tests import tiny
-from wanjax import optim, sharding, trees
+from wanjax import optim, trees
 from wanjax import state as states
 from wanjax.algorithms import grpo
 from wanjax.models import presets
+from wanjax.parallel import sharding
 
 
 def _collect(setup, state=None):

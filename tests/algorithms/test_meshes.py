@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import optim, sharding
+from wanjax import optim
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.models import presets
+from wanjax.parallel import sharding
 
 KL = {"high": 0.1, "low": 0.1}
 GROUPS = dict(group_size=4, prompts_per_step=2, micro_samples=4)

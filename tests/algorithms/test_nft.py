@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import checkpoint, sampler, schedule, sharding, trees
+from wanjax import sampler, schedule, trees
 from wanjax import state as states
 from wanjax.algorithms import nft
 from wanjax.losses import awm, flow
 from wanjax.losses import nft as losses
 from wanjax.models import presets, wan
+from wanjax.parallel import sharding
+from wanjax.run import checkpoint
 
 
 def _setup(**changes):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import sampler, schedule, sharding
+from wanjax import sampler, schedule
 from wanjax import state as states
 from wanjax.algorithms import sft
 from wanjax.losses import flow
+from wanjax.parallel import sharding
 
 B, S = 8, 5
 I2V = dataclasses.replace(tiny.MODEL, wan=dataclasses.replace(tiny.WAN, in_channels=12))

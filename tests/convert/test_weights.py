@@ -18,8 +18,9 @@ import transformers
 
 from convert import disk, files, weights
 from tests.convert import tiny
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import quant, wan
+from wanjax.parallel import sharding
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from convert import disk, files, weights
-from wanjax import sharding
+from wanjax.parallel import sharding
 taken = []
 def count(tensor):
     def read(index):

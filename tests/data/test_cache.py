@@ -15,10 +15,11 @@ import safetensors.numpy
 import torch
 
 from tests import tiny
-from wanjax import sample, sharding, train
+from wanjax import sample, train
 from wanjax.data import __main__ as command
 from wanjax.data import cache, latents, video
 from wanjax.models import vae
+from wanjax.parallel import sharding
 
 SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
 

@@ -12,9 +12,9 @@ import safetensors.numpy
 from pyarrow import parquet
 
 from tests import tiny
-from wanjax import sharding
 from wanjax.data import latents
 from wanjax.models import presets
+from wanjax.parallel import sharding
 
 SHAPES = {(2, 2, 2, 4): 9, (1, 2, 2, 4): 4, (2, 4, 2, 4): 2}
 MODEL = tiny.MODEL

@@ -18,8 +18,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wanjax import advantages, sharding, trees
+from wanjax import advantages, trees
 from wanjax.losses import flow, nft
+from wanjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "nft"
 CASES = sorted(path.stem.removeprefix("nft_loss_") for path in GOLDEN.glob("nft_loss_*.npz"))

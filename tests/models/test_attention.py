@@ -14,8 +14,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from wanjax import plan, sharding
+from wanjax import plan
 from wanjax.models import attention
+from wanjax.parallel import sharding
 
 
 def _qkv(rng, L=8, S=8, N=4, K=6):

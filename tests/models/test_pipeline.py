@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental import custom_partitioning
 
-from wanjax import sharding
 from wanjax.models import attention, blocks, lora, pipeline, wan
+from wanjax.parallel import sharding
 
 CONFIG = wan.WanConfig(
     num_attention_heads=2, attention_head_dim=16, num_layers=3, ffn_dim=48, in_channels=4,

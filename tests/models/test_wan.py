@@ -13,8 +13,9 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from tests.models.torch_params import torch_to_jax
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import lora, presets, wan
+from wanjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "wan"
 TINY = dict(

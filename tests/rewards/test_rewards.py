@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from wanjax import advantages, distributed, rewards
+from wanjax import advantages, rewards
+from wanjax.parallel import distributed
 
 
 @pytest.fixture(autouse=True)

@@ -33,11 +33,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import optim, sampler, schedule, sharding, trees
+from wanjax import optim, sampler, schedule, trees
 from wanjax import state as states
 from wanjax.data import text
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator
+from wanjax.parallel import sharding
 
 DATA = "either"  # prompts, or clips where the config names some
 SAMPLED, EVALUATED = "default", "ema"

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, metrics, optim, rewards, sampler, schedule, sharding
+from wanjax import advantages, optim, rewards, sampler, schedule
 from wanjax import state as states
 from wanjax.losses import flow
 from wanjax.losses import grpo as losses
+from wanjax.parallel import sharding
+from wanjax.run import metrics
 
 DATA = "prompts"
 ROLES = ()  # beside the student

@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, metrics, optim, rewards, sampler, schedule, sharding, trees
+from wanjax import advantages, optim, rewards, sampler, schedule, trees
 from wanjax import state as states
 from wanjax.losses import awm, dpo, flow, nft
+from wanjax.parallel import sharding
+from wanjax.run import metrics
 
 DATA = "prompts"
 ROLES = ()  # beside the student

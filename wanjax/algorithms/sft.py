@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import optim, sampler, sharding
+from wanjax import optim, sampler
 from wanjax import state as states
 from wanjax.data import text
 from wanjax.losses import flow
 from wanjax.models import condition
+from wanjax.parallel import sharding
 
 DATA = "latents"
 ROLES = ()  # beside the student

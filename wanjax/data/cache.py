@@ -30,9 +30,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.data import text, video
 from wanjax.models import condition, presets, umt5, vae
+from wanjax.parallel import sharding
 
 FORMAT = 1
 _AHEAD = 2  # files that are decoded while one is encoded

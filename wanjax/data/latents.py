@@ -31,10 +31,10 @@ import numpy as np
 import safetensors
 from jax.sharding import NamedSharding
 
-from wanjax import sharding
 from wanjax import state as states
 from wanjax.data import cache, prompts, text
 from wanjax.models import condition, presets, vae
+from wanjax.parallel import sharding
 
 Shape = tuple[int, ...]
 _COLUMNS = {"latents": "vae_latent", "text": "text_embedding"}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from wanjax import sharding
+from wanjax.parallel import sharding
 
 FORMS = ("auto", "ulysses", "ring")
 NAMES = ("attention_out", "attention_lse")

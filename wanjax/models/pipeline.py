@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from wanjax import sharding
 from wanjax.models import blocks
+from wanjax.parallel import sharding
 
 
 def stack(tree, layers: int, stages: int, interleave: int):

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import attention, blocks, layers, pipeline, quant
+from wanjax.parallel import sharding
 
 STACK = "blocks"
 STAGES = "stages"  # the same leaves as a pipeline wants them, see `stage`

@@ -26,7 +26,8 @@ from concurrent import futures
 import jax
 import numpy as np
 
-from wanjax import advantages, distributed, sharding
+from wanjax import advantages
+from wanjax.parallel import distributed, sharding
 
 # name: (import path, with "?" if it makes the reward; lowest and highest possible score)
 BUILT_IN = {

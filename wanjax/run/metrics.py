@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from wanjax import distributed
+from wanjax.parallel import distributed
 
 EXPERTS = ("high", "low")
 WANDB = ("off", "offline", "online")

@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests import tiny
-from wanjax import sharding, trees
+from wanjax import trees
 from wanjax.models import wan
+from wanjax.parallel import sharding
 
 
 def test_a_free_axis_takes_the_rest_and_axes_are_auto():

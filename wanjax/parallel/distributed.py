@@ -399,7 +399,7 @@ def _refuse_loopback(me: str, host: str, port: int) -> None:
 
 def _code() -> str:
     """Digest of the source files of this package, which a version number may not tell apart."""
-    root, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

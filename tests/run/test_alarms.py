@@ -7,8 +7,9 @@ import pytest
 
 from configs import default
 from tests import tiny
-from wanjax import alarms, checkpoint, rewards, train, trees
+from wanjax import rewards, train, trees
 from wanjax.models import lora
+from wanjax.run import alarms, checkpoint
 
 
 def test_a_limit_rings_once_after_enough_steps_in_a_row():

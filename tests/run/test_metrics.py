@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wanjax import metrics
+from wanjax.run import metrics
 
 
 def lines(run_dir):

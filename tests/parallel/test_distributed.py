@@ -16,8 +16,10 @@ import time
 import pytest
 
 from tests import tiny
-from wanjax import checkpoint, distributed, metrics, train
-from wanjax.distributed import Place
+from wanjax import train
+from wanjax.parallel import distributed
+from wanjax.parallel.distributed import Place
+from wanjax.run import checkpoint, metrics
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -249,7 +251,7 @@ CHILD = textwrap.dedent("""
     import os, signal, sys, time
     import numpy as np
     from jax.experimental import multihost_utils
-    from wanjax import distributed
+    from wanjax.parallel import distributed
 
     port, rank, mode, number = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     try:
@@ -304,7 +306,7 @@ def test_cpu_devices_have_threads_to_spare_for_collectives():
     """With two threads, a collective of one device starved the other device of its only helper."""
     code = """
 import os
-from wanjax import distributed
+from wanjax.parallel import distributed
 distributed.start()
 import jax
 jax.numpy.zeros(3).block_until_ready()
@@ -378,7 +380,8 @@ def test_the_trainer_refuses_processes_with_other_configs_before_loading_a_model
 TRAIN = textwrap.dedent("""
     import sys
     from tests import tiny
-    from wanjax import distributed, train
+    from wanjax import train
+    from wanjax.parallel import distributed
     port, rank, model, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     distributed.start(f"127.0.0.1:{port}", 2, rank, timeout=60)
     train.main(tiny.make_config(model, out))

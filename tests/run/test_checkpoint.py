@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wanjax import checkpoint
+from wanjax.run import checkpoint
 
 
 def make_state(seed=0):
@@ -237,7 +237,7 @@ def test_too_little_space_is_said_with_numbers_and_keeps_the_last_checkpoint(tmp
 
 WRITER = textwrap.dedent("""
     import sys, jax.numpy as jnp
-    from wanjax import checkpoint
+    from wanjax.run import checkpoint
     for step in range(1000):
         state = {"w": jnp.full((64, 64), step, jnp.float32)}
         checkpoint.save(sys.argv[1], step, state, {"step": step})
@@ -272,7 +272,7 @@ def test_a_kill_at_any_instant_leaves_a_good_checkpoint(tmp_path):
 TWO_PROCESSES = textwrap.dedent("""
     import sys, jax, jax.numpy as jnp, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from wanjax import checkpoint
+    from wanjax.run import checkpoint
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     run, port, rank = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))

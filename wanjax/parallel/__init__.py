@@ -1,0 +1,1 @@
+"""Devices: the mesh, and the processes of a run."""

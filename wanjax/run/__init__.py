@@ -1,0 +1,1 @@
+"""What a run's folder holds: checkpoints, metrics, alarms."""
