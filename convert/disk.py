@@ -1,11 +1,10 @@
 """What is on disk: a checkpoint of any published Wan layout as lazy tensors and configs.
 
-Layout, component, naming and expert are read from tensor names, shapes and file names. Tensors
-come out under diffusers names, unquantised, with their configs, every one accounted for.
+Layout, component, naming and expert are recognised by tensor names, shapes and file names. Tensors
+come out under diffusers names, dequantised, and none is dropped silently.
 """
 
 import dataclasses
-import functools
 import hashlib
 import importlib.resources
 import json
@@ -15,12 +14,10 @@ import typing
 import warnings
 from dataclasses import dataclass, field
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from convert import files, infer, names
-from wanjax import trees
 from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
@@ -28,12 +25,12 @@ COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_enco
 RUN_FIELDS = wan.RUN_FIELDS  # not in config.json
 FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 _MAX_SIZE = 1 << 20  # of any integer in a config
-_INIT = {
-    "transformer": (wan.init, wan.WanConfig),
-    "transformer_2": (wan.init, wan.WanConfig),
-    "vae": (vae.init, vae.VAEConfig),
-    "text_encoder": (umt5.init, umt5.UMT5Config),
-    "image_encoder": (clip.init, clip.CLIPVisionConfig),
+_CONFIGS = {
+    "transformer": wan.WanConfig,
+    "transformer_2": wan.WanConfig,
+    "vae": vae.VAEConfig,
+    "text_encoder": umt5.UMT5Config,
+    "image_encoder": clip.CLIPVisionConfig,
 }
 
 
@@ -49,7 +46,7 @@ class Checkpoint:
     extra: dict = field(default_factory=dict)  # wanjax.json: name, sampling, text_len
     tokenizer: pathlib.Path | None = None
     spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
-    said: bool = False  # a file name told its expert
+    expert_named: bool = False  # a file name says which expert it holds
     skipped: dict[str, list[str]] = field(default_factory=dict)  # names not needed, by component
 
 
@@ -57,8 +54,8 @@ def read(path) -> Checkpoint:
     """Open a checkpoint of any layout without reading its tensors.
 
     path: diffusers folder, original folder, folder or list of single files (safetensors, .pth,
-    GGUF), one such file, or "tinywan22". Layout, component and expert are read from names, shapes
-    and file names.
+    GGUF), one such file, or "tinywan22". Layout, component and expert are recognised by names,
+    shapes and file names.
     """
     if isinstance(path, str) and path == "tinywan22":
         path = str(importlib.resources.files("wanjax") / "assets" / "tinywan22")
@@ -81,6 +78,7 @@ def read(path) -> Checkpoint:
 
 
 def _complete(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, its only expert in first place. ValueError if it has no tensors."""
     if "transformer" not in checkpoint.tensors and "transformer_2" in checkpoint.tensors:
         checkpoint.tensors["transformer"] = checkpoint.tensors.pop("transformer_2")
         checkpoint.configs["transformer"] = checkpoint.configs.pop("transformer_2")
@@ -147,7 +145,7 @@ def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     _add(checkpoint, tensors, metadata, path, expert_in_name(path.stem))
 
 
-# "high" alone is a word of many names (high_quality); it tells the expert before one of these.
+# "high" is a word in many names (high_quality); followed by one of these it names the expert.
 _AFTER = r"[-_. ]*(?:$|fp\d|bf\d|lora|rank|model|expert|step|epoch|r\d|v\d|e\d|s\d|\d)"
 
 
@@ -167,15 +165,15 @@ def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -
     found = names.detect(tensors)
     if not found:
         raise ValueError(
-            f"{where}: {len(tensors)} tensors of no Wan component ({files.some(tensors)}); "
+            f"{where}: no Wan component among its {len(tensors)} tensors ({files.some(tensors)}); "
             "expected a transformer, VAE, UMT5 or CLIP checkpoint"
         )
     prefixes = sorted({p for _, _, p in found}, key=len, reverse=True)
+    owner = {n: next((p for p in prefixes if n.startswith(p)), None) for n in tensors}
     for component, naming, prefix in found:
-        owner = lambda n: next((p for p in prefixes if n.startswith(p)), None)
-        part = {n[len(prefix) :]: t for n, t in tensors.items() if owner(n) == prefix}
+        part = {n[len(prefix) :]: t for n, t in tensors.items() if owner[n] == prefix}
         if component == "transformer" and expert:
-            component, checkpoint.said = EXPERTS[expert], True
+            component, checkpoint.expert_named = EXPERTS[expert], True
         if component in checkpoint.tensors:
             raise ValueError(f"{checkpoint.where}: {component} is in more than one file ({where})")
         if (spiece := part.pop("spiece_model", None)) is not None:
@@ -185,10 +183,10 @@ def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -
         hints = _hints(checkpoint, component, metadata, where)
         checkpoint.tensors[component] = hub
         checkpoint.configs[component] = infer.config(component, hub, hints, str(where))
-    leftover = [n for n in tensors if not any(n.startswith(p) for p in prefixes)]
+    leftover = [n for n, prefix in owner.items() if prefix is None]
     if leftover:
         raise ValueError(
-            f"{where}: {len(leftover)} tensors of no component: {files.some(leftover)}"
+            f"{where}: {len(leftover)} tensors belong to no component: {files.some(leftover)}"
         )
 
 
@@ -224,7 +222,7 @@ _IGNORED = re.compile(
 def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
     """Rename to diffusers names and undo quantisation; return (tensors, names left out).
 
-    Left out is what carries no information of its own: tied copies, tables, scales used up.
+    Left out is what carries no information of its own: tied copies, tables, scales already applied.
     """
     tensors = _unwrapped(tensors, where)
     skipped = [n for n in tensors if _IGNORED.fullmatch(n)]
@@ -233,7 +231,7 @@ def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
         for name in [n for n in tensors if n.endswith(suffix)]:
             scale, weight = tensors.pop(name), name.removesuffix(suffix) + ".weight"
             if weight not in tensors or tensors[weight].dtype not in FP8:
-                raise ValueError(f"{where}: {name} belongs to no fp8 weight")
+                raise ValueError(f"{where}: {name} scales a weight that is missing or not fp8")
             tensors[weight] = files.dequantise(tensors[weight], scale)
             skipped.append(name)
     if component == "text_encoder" and "encoder.embed_tokens.weight" in tensors:
@@ -242,8 +240,11 @@ def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
         skipped.append("encoder.embed_tokens.weight")
     if component == "image_encoder" and naming == "diffusers":
         tensors = {n.removeprefix("vision_model."): t for n, t in tensors.items()}
-    if naming == "diffusers":
-        return tensors, skipped
+    return tensors if naming == "diffusers" else _renamed(tensors, component, where), skipped
+
+
+def _renamed(tensors: files.Tensors, component: str, where: str) -> files.Tensors:
+    """Original names to diffusers names, with the split and squeeze that go with them."""
     table, out, unknown = names.rules(component, tensors), {}, []
     for name, tensor in tensors.items():
         hit = names.to_diffusers(name, table)
@@ -255,18 +256,18 @@ def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
             tensor = files.squeeze(tensor, rule.drop)
         if len(new) > 1 and (not tensor.shape or tensor.shape[0] % len(new)):
             raise ValueError(
-                f"{where}: {name} of shape {tensor.shape} does not split in {len(new)}"
+                f"{where}: {name} of shape {tensor.shape} does not split into {len(new)}"
             )
         size = tensor.shape[0] // len(new) if len(new) > 1 else 0
         for k, n in enumerate(new):
             out[n] = files.rows(tensor, k * size, (k + 1) * size) if size else tensor
     if unknown:
         raise ValueError(f"{where}: {len(unknown)} unexpected tensors: {files.some(unknown)}")
-    return out, skipped
+    return out
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """Read a JSON object; ValueError naming the file if it is none."""
+    """Read a JSON object; ValueError naming the file if it is not one."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -281,7 +282,7 @@ def read_json(path: pathlib.Path) -> dict:
 
 def component_config(checkpoint: Checkpoint, component: str):
     """Return the config dataclass of one component from its config.json."""
-    _, cls = _INIT[component]
+    cls = _CONFIGS[component]
     data = checkpoint.configs[component]
     where = f"{checkpoint.where}/{component}/config.json"
     fields = [f.name for f in dataclasses.fields(cls)]
@@ -343,59 +344,57 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
             f"{checkpoint.where}: transformer and transformer_2 have different configs; "
             "both experts must share one architecture"
         )
-    same = [m for m in presets.MODELS.values() if _same(m.wan, base)]
-    paired = len(experts) == 2 or checkpoint.said  # one file named high or low is half a pair
-    preset = next((m for m in same if (len(m.experts) == 2) == paired), next(iter(same), None))
+    preset = _preset(checkpoint, base, experts)
+    optional = {"vae": "vae", "text": "text_encoder", "image": "image_encoder"}
+    parts: dict[str, typing.Any] = {k: configs[c] for k, c in optional.items() if c in configs}
+    parts |= {"wan": base, "experts": experts}
+    parts["boundary"] = _boundary(checkpoint, experts, preset)
+    parts["tokenizer"] = None if checkpoint.tokenizer is None else str(checkpoint.tokenizer)
+    if preset and not checkpoint.extra:
+        return dataclasses.replace(preset, **parts)
+    name = str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name))
+    return presets.ModelConfig(name=name, sampling=_sampling(checkpoint), **parts)
+
+
+def _preset(checkpoint: Checkpoint, base: wan.WanConfig, experts: tuple):
+    """The published model with this architecture, if any; of several, the one with as many experts
+    (a single file named high or low counts as half of a pair)."""
+
+    def same(model: presets.ModelConfig) -> bool:
+        run = {f: getattr(base, f) for f in RUN_FIELDS}
+        return dataclasses.replace(model.wan, **run) == base
+
+    found = list(filter(same, presets.MODELS.values()))
+    paired = len(experts) == 2 or checkpoint.expert_named
+    return next((m for m in found if (len(m.experts) == 2) == paired), next(iter(found), None))
+
+
+def _boundary(checkpoint: Checkpoint, experts: tuple, preset) -> float | None:
+    """Where the experts meet: what the folder says, else the preset; None for one expert."""
+    where = checkpoint.where
     boundary = checkpoint.index.get("boundary_ratio", checkpoint.extra.get("boundary"))
     if not isinstance(boundary, float | None):
-        raise ValueError(
-            f"{checkpoint.where}: boundary_ratio is {str(boundary)[:80]!r}, not a number"
-        )
+        raise ValueError(f"{where}: boundary_ratio is {str(boundary)[:80]!r}, not a number")
     if boundary is not None and len(experts) == 1:
         raise ValueError(
-            f"{checkpoint.where}: boundary_ratio {boundary} in model_index.json but no "
-            "transformer_2/; download the low-noise expert or set boundary_ratio to null"
+            f"{where}: boundary_ratio {boundary} in model_index.json but no transformer_2/; "
+            "download the low-noise expert or set boundary_ratio to null"
         )
     if boundary is None and len(experts) == 2:
         boundary = preset.boundary if preset else None
         if boundary is None:
-            raise ValueError(
-                f"{checkpoint.where}: two experts need boundary_ratio in model_index.json"
-            )
-    optional = {"vae": "vae", "text": "text_encoder", "image": "image_encoder"}
-    parts = {k: configs[c] for k, c in optional.items() if c in configs}
-    if preset and not checkpoint.extra:
-        return dataclasses.replace(
-            preset,
-            wan=base,
-            experts=experts,
-            boundary=boundary,
-            tokenizer=_path(checkpoint.tokenizer),
-            **parts,
-        )
+            raise ValueError(f"{where}: two experts need boundary_ratio in model_index.json")
+    return boundary
+
+
+def _sampling(checkpoint: Checkpoint) -> presets.Sampling:
+    """Sampling defaults from wanjax.json, or general ones with the shift of the scheduler."""
     where = f"{checkpoint.where}/wanjax.json"
     shift = checkpoint.scheduler.get("flow_shift", checkpoint.scheduler.get("shift", 5.0))
-    said = checkpoint.extra.get("sampling", {"guidance": {"high": 5.0, "low": 5.0}, "steps": 50})
-    said = {"shift": shift, **said} if isinstance(said, dict) else {}
-    said["guidance"] = _build(presets.Guidance, said.get("guidance", {}), where)
-    return presets.ModelConfig(
-        name=str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name)),
-        wan=base,
-        sampling=_build(presets.Sampling, said, where),
-        experts=experts,
-        boundary=boundary,
-        tokenizer=_path(checkpoint.tokenizer),
-        **parts,
-    )
-
-
-def _path(path) -> str | None:
-    return None if path is None else str(path)
-
-
-def _same(preset: wan.WanConfig, config: wan.WanConfig) -> bool:
-    run = {f: getattr(config, f) for f in RUN_FIELDS}
-    return dataclasses.replace(preset, **run) == config
+    given = checkpoint.extra.get("sampling", {"guidance": {"high": 5.0, "low": 5.0}, "steps": 50})
+    given = {"shift": shift, **given} if isinstance(given, dict) else {}
+    given["guidance"] = _build(presets.Guidance, given.get("guidance", {}), where)
+    return _build(presets.Sampling, given, where)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -409,62 +408,3 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             if name in tensors:
                 digest.update(tensors[name].all().astype(np.float32).tobytes())
     return digest.hexdigest()[:16]
-
-
-# ---- accounting ----
-
-
-def plan(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return {path: shape} of a component's tree after checking every tensor name and shape."""
-    tensors, where = checkpoint.tensors[component], f"{checkpoint.where}: {component}"
-    if component in ("transformer", "transformer_2") and (kind := names.special_variant(tensors)):
-        raise ValueError(
-            f"{where} is a {kind} checkpoint, which the model code does not run; convert.weights "
-            "can still change its layout"
-        )
-    tree = shapes(checkpoint, component)
-    deep = max((x.shape[0] for p, x in tree.items() if names.stack_root(p)), default=0)
-    if deep > len(tensors):
-        raise ValueError(
-            f"{where}: config says {deep} layers, the files hold {len(tensors)} tensors"
-        )
-    expected = dict(n for path, leaf in tree.items() for n in names.torch_names(path, leaf.shape))
-    account(where, expected, {n: t.shape for n, t in tensors.items()})
-    return tree
-
-
-def shapes(checkpoint: Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return {path: shape} of the tree that a component's config describes."""
-    config = component_config(checkpoint, component)
-    try:
-        return dict(_shapes(component, config))
-    except (TypeError, ValueError, ArithmeticError) as error:
-        text = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{checkpoint.where}: the config of {component} makes no model: {text}"
-        ) from None
-
-
-@functools.lru_cache(16)
-def _shapes(component: str, config) -> tuple:
-    init, _ = _INIT[component]
-    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return tuple(trees.flatten(tree).items())
-
-
-def account(where: str, expected: dict[str, tuple], got: dict[str, tuple]) -> None:
-    """Raise a one-line ValueError if names or shapes differ."""
-    missing = [f"{n} {s}" for n, s in expected.items() if n not in got]
-    unexpected = [f"{n} {s}" for n, s in got.items() if n not in expected]
-    wrong = [
-        f"{n} is {got[n]}, expected {s}" for n, s in expected.items() if n in got and got[n] != s
-    ]
-    parts = (("missing", missing), ("unexpected", unexpected), ("of wrong shape", wrong))
-    if any(items for _, items in parts):
-        text = "; ".join(
-            f"{len(items)} {what}: {files.some(items)}" for what, items in parts if items
-        )
-        raise ValueError(
-            f"{where} has {len(got)} tensors, expected {len(expected)}; {text}; "
-            "the files do not fit the config.json beside them"
-        )

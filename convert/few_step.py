@@ -1,6 +1,6 @@
-"""A few-step student's own levels as a scheduler of diffusers; wanjax.export copies this file.
+"""A diffusers scheduler over the levels of a few-step student; wanjax.export copies this file.
 
-From σ to the next level σ': x + (σ' − σ)·v, or with fresh noise (1 − σ')·(x − σ·v) + σ'·ε. It lies
+From σ to the next level σ': x + (σ' − σ)·v, or with fresh noise (1 − σ')·(x − σ·v) + σ'·ε. It sits
 in scheduler/ of a model folder, beside the levels in scheduler_config.json, and diffusers runs it
 when the folder is loaded with trust_remote_code=True.
 
@@ -21,7 +21,7 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):
         super().__init__(num_train_timesteps, stochastic_sampling=stochastic_sampling)
 
     def set_timesteps(self, num_inference_steps=None, device=None):
-        """Take the student's list; another number of steps is a ValueError."""
+        """Take the student's levels; any other number of steps is a ValueError."""
         given = {key: self.config[key] for key in ("sigmas", "timesteps")}
         if num_inference_steps != (steps := len(given["sigmas"])):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Tensor files: lazy named tensors out of them, safetensors written into them.
+"""Tensor files: read as lazy named tensors, written as safetensors.
 
 Every reader returns {name: Tensor}; nothing is read before `Tensor.read(index)` asks for a range,
 so loading, converting and merging all stream. Headers are checked in full when a file is opened:
@@ -37,7 +37,8 @@ DTYPES = {
 _CODES = {np.dtype(v): k for k, v in DTYPES.items()}
 _HEADER_LIMIT = 100 << 20
 _PIECE = 16 << 20  # bytes a reading thread takes at a time
-SHARD = 5 * 10**9
+CHUNK = 256 << 20  # host bytes of one transfer to or from a device
+SHARD = 5 * 10**9  # bytes of a file at most, as diffusers writes them
 
 Index = tuple[slice, ...]
 
@@ -50,7 +51,7 @@ class Tensor:
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
     where: str
-    compact: np.dtype | None = None  # what to store when nobody chose: quantised data reads float32
+    compact: np.dtype | None = None  # default for storing quantised data, which reads as float32
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +64,10 @@ class Tensor:
 Tensors = dict[str, Tensor]
 
 
-def of_array(array, where: str = "memory") -> Tensor:
+def of_array(array) -> Tensor:
     """Wrap an array that is in memory already."""
     array = np.asarray(array)
-    return Tensor(array.shape, array.dtype, lambda index: array[index], where)
+    return Tensor(array.shape, array.dtype, lambda index: array[index], "memory")
 
 
 def cast(tensor: Tensor, dtype) -> Tensor:
@@ -106,13 +107,16 @@ def unsqueeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def rows(tensor: Tensor, first: int, last: int) -> Tensor:
     """View rows first..last-1 of axis 0."""
-    move = lambda i: slice(i.start + first, i.stop + first)
-    read = lambda index: tensor.read((move(index[0]), *index[1:]))
+
+    def read(index):
+        moved = slice(index[0].start + first, index[0].stop + first)
+        return tensor.read((moved, *index[1:]))
+
     return replace(tensor, shape=(last - first, *tensor.shape[1:]), read=read)
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """Concatenate along axis 0; different dtypes meet in float32."""
+    """Concatenate along axis 0; different dtypes become float32."""
     if len({t.dtype for t in tensors}) > 1:
         tensors = [cast(t, np.float32) for t in tensors]
     starts = np.cumsum([0, *(t.shape[0] for t in tensors)])
@@ -169,8 +173,8 @@ def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):
             raise ValueError(
-                f"{path}: not a safetensors file or truncated (header of {length} bytes announced, "
-                f"file has {size}); download it again"
+                f"{path}: not a safetensors file, or truncated (it announces a header of {length} "
+                f"bytes but has {size}); download it again"
             )
         raw = file.read(length)
     try:
@@ -191,9 +195,10 @@ def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
     return tensors, metadata
 
 
-def _line(error, limit: int = 200) -> str:
+def _line(error) -> str:
+    """An error as one line of at most 200 characters."""
     text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _unique(pairs):
@@ -207,7 +212,7 @@ def _unique(pairs):
 
 def _check_name(name) -> None:
     if not isinstance(name, str) or not 0 < len(name) < 300 or not name.isprintable():
-        raise ValueError(f"{str(name)[:40]!r} is no tensor name")
+        raise ValueError(f"{str(name)[:40]!r} is not a valid tensor name")
 
 
 def _span(name: str, entry) -> tuple[np.dtype, tuple[int, ...], int, int]:
@@ -229,8 +234,9 @@ def _span(name: str, entry) -> tuple[np.dtype, tuple[int, ...], int, int]:
 
 
 def _naturals(value, most: int) -> typing.TypeGuard[list[int]]:
-    whole = lambda n: type(n) is int and 0 <= n < 2**63
-    return isinstance(value, list) and len(value) <= most and all(map(whole, value))
+    if not isinstance(value, list) or len(value) > most:
+        return False
+    return all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _check_cover(spans, size: int) -> None:
@@ -272,7 +278,7 @@ def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
 
 
 def open_any(path) -> tuple[Tensors, dict[str, str]]:
-    """Open one tensor file; safetensors, torch zip or GGUF is read from its first bytes."""
+    """Open one tensor file; its first bytes say whether it is safetensors, torch zip or GGUF."""
     path = pathlib.Path(path)
     with open(path, "rb") as file:
         head = file.read(8)
@@ -281,7 +287,9 @@ def open_any(path) -> tuple[Tensors, dict[str, str]]:
     if head[:2] == b"PK":
         return open_torch(path), {}
     if head[:1] == b"\x80" and path.suffix != ".safetensors":
-        raise ValueError(f"{path}: old torch pickle; save it again with torch.save, it is not read")
+        raise ValueError(
+            f"{path}: legacy torch pickles are not read; save it again with torch.save"
+        )
     return open_safetensors(path)
 
 
@@ -309,7 +317,7 @@ def open_torch(path) -> Tensors:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise ValueError(f"{path}: entry {name!r} is no tensor; save the weights alone")
+            raise ValueError(f"{path}: entry {name!r} is not a tensor; save only the weights")
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(f"{path}: tensor {name!r} is larger than its storage")
         dtype = np.dtype(getattr(ml_dtypes, str(value.dtype)[6:], None) or str(value.dtype)[6:])
@@ -330,24 +338,16 @@ def open_gguf(path) -> Tensors:
     known = (*plain, *(gguf.GGMLQuantizationType[k] for k in ("BF16", "Q8_0", "Q4_K")))
     try:
         reader = gguf.GGUFReader(path)
-        found = {t.name: t for t in reader.tensors}
-        shapes = {}
-        for name, t in found.items():
-            _check_name(name)
-            shape = tuple(int(n) for n in reversed(t.shape))
-            original = reader.get_field(f"comfy.gguf.orig_shape.{name}")
-            if original is not None:
-                shape = tuple(int(original.parts[k][0]) for k in original.data)
-            shapes[name] = shape
+        found = {t.name: (t, _gguf_shape(reader, t)) for t in reader.tensors}
     except Exception as error:  # the reader checks little: any error means a damaged file
         raise ValueError(f"{path}: damaged GGUF file: {_line(error)}") from None
     tensors = {}
-    for name, t in found.items():
+    for name, (t, shape) in found.items():
         if t.tensor_type not in known:
             raise ValueError(
-                f"{path}: tensor {name!r} is {t.tensor_type.name}; read are F32 F16 BF16 Q8_0 Q4_K"
+                f"{path}: tensor {name!r} is {t.tensor_type.name}, expected one of F32, F16, BF16, "
+                "Q8_0, Q4_K"
             )
-        shape = shapes[name]
         if name.endswith("patch_embedding.weight") and len(shape) == 4:
             shape = (shape[0], -1, 1, *shape[2:])  # the format stops at four axes
         count = math.prod(int(n) for n in t.shape)
@@ -370,6 +370,15 @@ def open_gguf(path) -> Tensors:
     return tensors
 
 
+def _gguf_shape(reader, tensor) -> tuple[int, ...]:
+    """The shape of a tensor, or the one ComfyUI keeps for tensors that had to be reshaped."""
+    _check_name(tensor.name)
+    original = reader.get_field(f"comfy.gguf.orig_shape.{tensor.name}")
+    if original is not None:
+        return tuple(int(original.parts[k][0]) for k in original.data)
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
 def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
     """Return ({name: Tensor}, metadata) of a folder: an index and its shards, or plain files.
 
@@ -379,11 +388,8 @@ def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
     indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda p: (p.name.count("."), p))
     if not indexes:
         files = sorted(folder.glob("*.safetensors"))
-        plain = [
-            f
-            for f in files
-            if f.name in ("diffusion_pytorch_model.safetensors", "model.safetensors")
-        ]
+        usual = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+        plain = [f for f in files if f.name in usual]
         return _merge(plain[:1] or files, folder)
     weight_map = _weight_map(indexes[0])
     tensors, metadata = _merge([folder / f for f in sorted(set(weight_map.values()))], folder)
@@ -394,7 +400,7 @@ def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
     if wrong or extra:
         raise ValueError(
             f"{indexes[0]}: {len(wrong)} tensors are not in the shard it names ({some(wrong)}), "
-            f"{len(extra)} tensors are not in it ({some(extra)}); download the folder again"
+            f"{len(extra)} tensors are not listed ({some(extra)}); download the folder again"
         )
     return tensors, metadata
 
@@ -409,7 +415,9 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
         raise ValueError(f"{index}: damaged index: {_line(error)}") from None
     for name in files:
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
-            raise ValueError(f"{index}: shard {_line(name)!r} is not a file name of this folder")
+            raise ValueError(
+                f"{index}: shard {_line(name)!r} is not the name of a file in this folder"
+            )
     return weight_map
 
 
@@ -421,7 +429,7 @@ def _merge(paths: Iterable[pathlib.Path], folder) -> tuple[Tensors, dict[str, st
             raise ValueError(f"{folder}: shard {path.name} is missing; download it again")
         part, meta = open_safetensors(path)
         if twice := set(part) & set(tensors):
-            raise ValueError(f"{folder}: {some(sorted(twice))} occur in more than one file")
+            raise ValueError(f"{folder}: {some(sorted(twice))} are in more than one file")
         tensors.update(part)
         metadata.update(meta)
     return tensors, metadata
@@ -461,7 +469,7 @@ def fill(jobs: Iterable[tuple[Tensor, Index, np.ndarray]]) -> None:
 
 
 def ahead(read: Callable, items: Iterable) -> Iterator:
-    """read(item) of each item in order, the next one being read while the caller has one."""
+    """Yield read(item) of each item in order, reading the next while the caller uses one."""
     with futures.ThreadPoolExecutor(1) as reader:
         pending = None
         for item in items:
@@ -514,13 +522,13 @@ def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
         yield tensor.read((slice(r, min(r + rows, tensor.shape[0])), *rest))
 
 
-def write_sharded(folder, stem: str, tensors: Tensors, limit: int = SHARD) -> None:
-    """Write `stem`.safetensors, or numbered shards of at most `limit` bytes with their index."""
+def write_sharded(folder, stem: str, tensors: Tensors) -> None:
+    """Write `stem`.safetensors, or numbered shards of at most SHARD bytes with their index."""
     folder = pathlib.Path(folder)
     shards: list[Tensors] = [{}]
     used = 0
     for name, tensor in tensors.items():
-        if shards[-1] and used + tensor.nbytes > limit:
+        if shards[-1] and used + tensor.nbytes > SHARD:
             shards.append({})
             used = 0
         shards[-1][name] = tensor

@@ -23,12 +23,14 @@ def config(component: str, tensors: files.Tensors, hints: dict, where: str) -> d
 
 
 def _count(tensors, pattern: str) -> int:
-    """Number of layers whose index is the group of a pattern."""
+    """Number of layers; the group of the pattern is a layer's index."""
     return 1 + max((int(m[1]) for n in tensors if (m := re.match(pattern, n))), default=-1)
 
 
 def _transformer(tensors, hints) -> dict:
-    shape = lambda name: tensors[name].shape
+    def shape(name: str) -> tuple:
+        return tensors[name].shape
+
     dim, in_channels, *patch = shape("patch_embedding.weight")
     heads = hints.get("num_attention_heads", hints.get("num_heads", max(dim // 128, 1)))
     image = "condition_embedder.image_embedder.norm1.weight"
@@ -61,7 +63,9 @@ def _transformer(tensors, hints) -> dict:
 
 
 def _text(tensors, hints) -> dict:
-    shape = lambda name: tensors[name].shape
+    def shape(name: str) -> tuple:
+        return tensors[name].shape
+
     layer = "encoder.block.0.layer"
     bias = f"{layer}.0.SelfAttention.relative_attention_bias.weight"
     (vocab, d_model), (buckets, heads) = shape("shared.weight"), shape(bias)
@@ -92,7 +96,9 @@ def _image(tensors, hints) -> dict:
 
 
 def _vae(tensors, hints) -> dict:
-    rows = lambda name: tensors[name].shape[0]
+    def rows(name: str) -> int:
+        return tensors[name].shape[0]
+
     base, z_dim = rows("encoder.conv_in.weight"), rows("post_quant_conv.weight")
     residual = "encoder.down_blocks.0.resnets.0.conv1.weight" in tensors
     levels = _count(tensors, r"decoder\.up_blocks\.(\d+)\.")

@@ -331,7 +331,7 @@ _PREFIXES = (
 
 
 def unwrap(name: str) -> str:
-    """Drop name components put in by DDP, FSDP, activation checkpointing and torch.compile."""
+    """Drop name components added by DDP, FSDP, activation checkpointing and torch.compile."""
     return _WRAPPERS.sub("", name)
 
 

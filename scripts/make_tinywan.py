@@ -482,7 +482,7 @@ def _split(x_BTHWC):
 
 def export(args):
     """Write the diffusers folder with its card; returns True."""
-    from convert import weights  # only this command, on any machine, needs them
+    from convert import save  # only this command, on any machine, needs them
     from wanjax.data import video
 
     infos = {name: _info(args.out, name) for name in ("vae", "dit", "evaluate")}
@@ -510,7 +510,7 @@ def export(args):
             boundary=BOUNDARY,
             tokenizer=folder,
         )
-        weights.save_diffusers(params | {"vae": vae_params}, config, args.to)
+        save.save_diffusers(params | {"vae": vae_params}, config, args.to)
     samples = np.load(args.out / "samples.npz")
     video.frame_grid(args.to / "samples.png", list(samples["frames"]))
     counts = {name: trees.count(tree) for name, tree in (params | {"vae": vae_params}).items()}

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from convert import disk, few_step, lora, weights
-from convert import export as convert_export
+from convert import disk, few_step, layouts, lora, save
+from convert.lora import adapter as adapters
+from convert.lora import read, write
 from tests import tiny
-from wanjax import export, sample, sampler, schedule, train, trees
-from wanjax import state as states
-from wanjax.data import video
+from wanjax import export, sample, sampler, sampling, schedule, train, trees
+from wanjax import setup as setups
+from wanjax.data import text, video
 from wanjax.models import lora as lora_layers
 from wanjax.models import presets
 from wanjax.run import checkpoint
@@ -32,7 +33,7 @@ SIZE = ("--prompt", "red circle", "--height", "16", "--width", "16", "--frames",
 def _setup(model, **changes):
     given = {"schedule__grid": "explicit", "schedule__sigmas": LEVELS, "schedule__steps": 4}
     given |= {"sampling__guidance": presets.Guidance(1.0, 1.0), **changes}
-    return states.sampling_setup(model, tiny.make_setup(model, **given).sampling)
+    return tiny.make_setup(model, **given)
 
 
 def _run(folder, model, note, rank, **trees):
@@ -49,7 +50,7 @@ def _run(folder, model, note, rank, **trees):
 def base(tmp_path_factory):
     """(path, params, ModelConfig) of the random two-expert model."""
     path = tiny.save_model(tmp_path_factory.mktemp("base"))
-    return path, *sample.load_model(path)
+    return path, *setups.load_model(path)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def folder(base, tmp_path_factory):
     path, params, model = base
     where, high = tmp_path_factory.mktemp("export"), params["high"]
     trained = {"high": jax.tree.map(lambda x: x * 1.25, high)}
-    note = sample.sampler_note(_setup(model))
+    note = sampling.note(_setup(model).sampling)
     run = _run(where, path, note, 0, trained={"high": high}, ema=trained)
     (out,) = export.export(run, "diffusers", where / "student")
     return out
@@ -71,8 +72,8 @@ def _with_solver(folder, out, **changes):
         (out / name).unlink()
         (out / name).write_bytes((folder / name).read_bytes())
     (out / "scheduler/few_step.py").unlink()
-    note = sample.sampler_note(_setup(tiny.MODEL, **changes))
-    weights.write_sampler(out, {"sampler": note, "few_step": export._few_step(note)})
+    note = sampling.note(_setup(tiny.MODEL, **changes).sampling)
+    save.write_sampler(out, {"sampler": note, "few_step": export._few_step(note)})
     return out
 
 
@@ -115,12 +116,12 @@ def _assert_same_frames(theirs, ours):
 
 
 def test_the_folder_holds_the_averaged_weights_and_the_sampler(base, folder):
-    params, model = sample.load_model(folder)
+    params, model = setups.load_model(folder)
     kernel = lambda tree: np.asarray(tree["blocks"]["attn1"]["to_q"]["kernel"])
     np.testing.assert_allclose(kernel(params["high"]), 1.25 * kernel(base[1]["high"]), rtol=1e-6)
     np.testing.assert_array_equal(kernel(params["low"]), kernel(base[1]["low"]))
     note = json.loads((folder / "wanjax.json").read_text())["sampler"]
-    assert note == sample.sampler_note(_setup(model))
+    assert note == sampling.note(_setup(model).sampling)
     assert note["sigmas"] == [1.0, 0.9, 0.75, 0.5] and note["boundary"] == 0.875
     assert note["guidance"] == {"high": 1.0, "low": 1.0} and note["solver"] == "euler"
 
@@ -137,7 +138,7 @@ def test_diffusers_runs_a_students_folder_as_wanjax_does(folder, tmp_path, monke
 def test_a_students_sampler_survives_every_layout(folder, tmp_path):
     at = folder
     for layout in ("original", "comfyui", "diffusers"):
-        convert_export.write(disk.read(at), tmp_path / layout, layout)
+        layouts.write(disk.read(at), tmp_path / layout, layout)
         at = tmp_path / layout
     for name in ("wanjax.json", "model_index.json", "scheduler/scheduler_config.json"):
         said = [json.loads((where / name).read_text()) for where in (folder, at)]
@@ -157,7 +158,7 @@ def test_diffusers_runs_a_students_adapters_as_wanjax_does(base, tmp_path, monke
         for i, expert in enumerate(model.experts)
     }
     changes = dict(sampling__solver=solver, schedule__boundary=0.95)  # the base has 0.875
-    note = sample.sampler_note(_setup(model, **changes))
+    note = sampling.note(_setup(model, **changes).sampling)
     run = _run(tmp_path, path, note, 2, trained=adapters)
     files = export.export(run, "diffusers", tmp_path)
     flags = [flag for file in files for flag in ("--lora", str(file))]
@@ -199,7 +200,7 @@ def test_levels_survive_the_file_bit_for_bit():
     """Raw 500 at shift 7 is t = 875 exactly, where a rounding would change the expert."""
     plan = schedule.make_schedule("explicit", 4, 7.0, 0.875, LEVELS)
     setup = _setup(tiny.MODEL, schedule__shift=7.0)
-    note = json.loads(json.dumps(sample.sampler_note(setup)))
+    note = json.loads(json.dumps(sampling.note(setup.sampling)))
     again = schedule.make_schedule("explicit", note["steps"], 1.0, note["boundary"], note["sigmas"])
     np.testing.assert_array_equal(again.sigmas, plan.sigmas)
     np.testing.assert_array_equal(again.expert, [1, 1, 1, 0])
@@ -208,7 +209,7 @@ def test_levels_survive_the_file_bit_for_bit():
 def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pairs(tmp_path):
     """They are added to the base that is sampled and trained, and come out as they came in."""
     model = tiny.save_model(tmp_path / "model")
-    plain, config = sample.load_model(model)
+    plain, config = setups.load_model(model)
     rng = np.random.default_rng(0)
     dense = {
         "blocks.1.attn1.to_q.bias": rng.normal(size=32).astype(np.float32),
@@ -218,13 +219,13 @@ def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pai
     pairs = {expert: lora_layers.init(jax.random.key(1), plain[expert], rank=2, alpha=4.0)
              for expert in config.experts}  # fmt: skip
     pairs = trees.map_paths(lambda path, x: x + 0.1 if path.endswith("/b") else x, pairs)
-    adapter = lora.of_trees(pairs)
+    adapter = adapters.of_trees(pairs)
     adapter.dense = {"high": dense}
-    files = lora.write(adapter, tmp_path / "imported", "comfyui")
+    files = write.write(adapter, tmp_path / "imported", "comfyui")
     with pytest.raises(ValueError, match="3 changes are not low-rank"):
         lora.load(files, config)
 
-    changed, _ = sample.load_model(model, adapters=[(files, None, 2.0)])
+    changed, _ = setups.load_model(model, adapters=[(files, None, 2.0)])
     moved = jax.tree.map(lambda a, b: np.asarray(a - b), changed, plain)
     layers = moved["high"]["blocks"]
     want = dict.fromkeys(("attn1/to_q/bias", "norm2/scale", "scale_shift_table"))
@@ -246,7 +247,7 @@ def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pai
         export.export(tmp_path / "run", dialect, tmp_path / f"again{dialect}")
     assert "diffusion_model." in next((tmp_path / "again").glob("*")).read_bytes().decode("latin1")
     for folder in (tmp_path / name for name in ("run/export", "againkohya", "again")):
-        got = lora.read(sorted(folder.glob("*.safetensors")))
+        got = read.read(sorted(folder.glob("*.safetensors")))
         for expert in config.experts:
             deltas, before = got.deltas(expert), adapter.deltas(expert)
             assert set(deltas) == set(before)
@@ -254,15 +255,16 @@ def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pai
                 np.testing.assert_allclose(deltas[name], value, rtol=1e-6, atol=1e-7)
 
     # the trainer's first videos are those of the base with both kinds of change
-    once, _ = sample.load_model(model, adapters=[(files, None, 1.0)])
+    once, _ = setups.load_model(model, adapters=[(files, None, 1.0)])
     policy = {expert: (once[expert], pairs[expert]) for expert in config.experts}
-    setup = train.make_setup(run, config, {})
-    encode = sample.make_encoder(config, plain, ["", "red circle", "blue circle"])
+    setup = setups.make(run, config, {})
+    encode = text.make_encoder(config, plain, ["", "red circle", "blue circle"])
     texts, videos = ["red circle", "blue circle"], {}
     for name, tree in (("with", policy), ("without", {e: (plain[e], pairs[e]) for e in pairs})):
-        videos[name] = sample.generate(
-            setup, tree, plain["vae"], encode(texts), jnp.asarray(encode([""])), seed=run.eval.seed
-        )
+        videos[name] = sampling.generate(
+            tree, plain["vae"], encode(texts), jnp.asarray(encode([""])),
+            model=config, plan=setup.sampling, seed=run.eval.seed,
+        )  # fmt: skip
     score = {name: tiny.brightness(made, texts, None)[0].mean() for name, made in videos.items()}
     evals = json.loads((tmp_path / "run/evals/step_000000.json").read_text())
     assert evals["eval/reward"] == pytest.approx(score["with"], abs=1e-4)

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from convert import lora as convert_lora
+from convert.lora import adapter, write
 from tests import tiny
-from wanjax import sample, trees
-from wanjax import state as states
+from wanjax import sample, sampling, trees
+from wanjax import setup as setups
+from wanjax.data import text
 from wanjax.models import lora, vae
 
 
@@ -19,39 +20,43 @@ def model(tmp_path_factory):
     return tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
-def _setup(**changes):
-    return states.sampling_setup(tiny.MODEL, tiny.make_setup(**changes).sampling)
+def _plan(**changes):
+    return tiny.make_setup(**changes).sampling
 
 
-def _generate(setup, count=3, **kwargs):
+def _generate(plan, count=3, **kwargs):
     params = tiny.parameters()
     ctx, uncond = tiny.contexts(count)
     policy = {expert: (params[expert], {}) for expert in ("high", "low")}
-    return sample.generate(setup, policy, params["vae"], np.asarray(ctx), uncond, **kwargs)
+    return sampling.generate(
+        policy, params["vae"], np.asarray(ctx), uncond, model=tiny.MODEL, plan=plan, **kwargs
+    )
 
 
 def test_a_sample_depends_on_its_seed_and_number_not_on_the_batch():
-    whole = _generate(_setup(sampling__batch=4), seed=1)
+    whole = _generate(_plan(sampling__batch=4), seed=1)
     assert whole.shape == (3, 5, 16, 16, 3) and whole.dtype == np.uint8
-    split = _generate(_setup(sampling__batch=2), seed=1)
+    split = _generate(_plan(sampling__batch=2), seed=1)
     assert np.abs(whole.astype(int) - split).max() <= 1  # float32 order of sums, then rounding
-    other = _generate(_setup(sampling__batch=4), seed=2)
+    other = _generate(_plan(sampling__batch=4), seed=2)
     assert np.abs(whole.astype(int) - other).max() > 1
 
 
 def test_frames_may_be_decoded_in_tiles():
-    setup, params = _setup(sampling__vae_tile=32), tiny.parameters()["vae"]
+    params = tiny.parameters()["vae"]
     z = jax.random.normal(jax.random.key(0), (1, 1, 8, 8, 4))
-    whole, tiled = (states.decode(params, z, setup=s) for s in (_setup(), setup))
+    whole, tiled = (
+        sampling.decode(params, z, config=tiny.MODEL.vae, tile=tile) for tile in (0, 32)
+    )
     want = (vae.decode_tiled(params, z, config=tiny.MODEL.vae, tile=32) + 1) * 127.5
     assert np.abs(np.asarray(tiled, float) - want).max() <= 0.51
     assert tiled.shape == (1, 1, 64, 64, 3) and np.abs(whole.astype(int) - tiled).max() > 1
 
 
 def test_contexts_are_padded_to_one_length_for_all_prompts(model):
-    params, config = sample.load_model(model)
+    params, config = setups.load_model(model)
     long = "red circle " * 20
-    encode = sample.make_encoder(config, params, ["", long])
+    encode = text.make_encoder(config, params, ["", long])
     assert encode([""]).shape == encode([long]).shape == (1, 40, 24)
     assert not encode(["red"])[0, -1].any() and encode(["red"])[0, 0].any()
 
@@ -72,8 +77,7 @@ def test_adapters_from_files_change_the_video_and_strength_zero_does_not(model, 
         for expert in ("high", "low")
     }
     files = [
-        str(f)
-        for f in convert_lora.write(convert_lora.of_trees(adapters), tmp_path / "lora", "diffusers")
+        str(f) for f in write.write(adapter.of_trees(adapters), tmp_path / "lora", "diffusers")
     ]
     both = [flag for file in files for flag in ("--lora", file)]
     sample.main(_command(model, tmp_path / "both", *both))
@@ -96,10 +100,10 @@ def test_a_video_starts_from_its_image(tmp_path, monkeypatch):
     sample.main(_command(model, tmp_path / "one", *prompts, *image("dark")))
     read = lambda folder, n: (tmp_path / folder / f"{n:03d}.mp4").read_bytes()
     assert read("each", 0) == read("one", 0) and read("each", 1) != read("one", 1)
-    for more, text in (([], "model i2v starts from an image"),
+    for more, line in (([], "model i2v starts from an image"),
                        ([*prompts, *prompts, *image("dark", "dark")], "2 --image for 3 --prompt"),
                        (image("none"), "none.png is not readable as an image")):  # fmt: skip
-        with pytest.raises(SystemExit, match=text):
+        with pytest.raises(SystemExit, match=line):
             sample.main(_command(model, tmp_path / "out", *more))
 
 

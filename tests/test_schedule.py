@@ -118,6 +118,9 @@ def test_composed_shift_equals_golden():
 def test_shift_map_has_an_inverse():
     u = np.linspace(0, 1, 11)
     np.testing.assert_allclose(schedule.unshift_map(schedule.shift_map(u, 5.0), 5.0), u, atol=1e-15)
+    u = np.linspace(0, 1, 101)
+    for k in (1.0, 3.0, 12.0):
+        np.testing.assert_allclose(schedule.unshift_map(schedule.shift_map(u, k), k), u, atol=1e-12)
 
 
 def test_a_single_expert_is_called_high():

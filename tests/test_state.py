@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import optim, trees
 from wanjax import state as states
+from wanjax import trees
 from wanjax.parallel import sharding
 
 BOTH = ("high", "low")
@@ -18,8 +18,8 @@ BOTH = ("high", "low")
 def _setup(rank):
     setup = tiny.make_setup(lora__rank=rank, lora__targets=(r"blocks/attn1/to_q",))
     roles = {"teacher": tiny.MODEL, "critic": tiny.MODEL}
-    optims = {"critic": {"high": optim.OptimConfig()}}
-    return dataclasses.replace(setup, roles=roles, role_optim=optims)
+    setup = tiny.replace_training(setup, role="critic", optim={"high": tiny.adamw()})
+    return dataclasses.replace(setup, roles=roles)
 
 
 def _base(seed=0):
@@ -28,9 +28,9 @@ def _base(seed=0):
 
 
 def _state(setup, **roles):
-    state = states.init(jax.random.key(0), setup, _base(), keep_reference=False)
+    state = states.init(jax.random.key(0), setup.training, _base(), keep_reference=False)
     for role in ("teacher", "critic"):
-        state = states.with_role(jax.random.key(1), state, setup, role, roles.get(role))
+        state = states.with_role(jax.random.key(1), state, setup.training, role, roles.get(role))
     return state
 
 
@@ -75,27 +75,27 @@ def test_with_full_weights_roles_have_copies_or_the_weights_given():
     state = _state(setup, teacher=_base(1))
     assert _equal(state.params["teacher"], _base(1)) and _equal(state.params["critic"], _base())
     moved = {"high": jax.tree.map(lambda x: x + 1, state.params["critic"]["high"])}
-    after = states.replace_trainable(state, setup, moved, "critic")
-    assert _equal(states.trainable(after, setup, "critic"), moved)
+    after = states.replace_trainable(state, setup.training, moved, "critic")
+    assert _equal(states.trainable(after, setup.training, "critic"), moved)
     assert _equal(after.params["student"], state.params["student"])
-    assert set(states.trainable(after, setup)) == set(BOTH)
+    assert set(states.trainable(after, setup.training)) == set(BOTH)
 
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_saving_covers_every_trained_role_and_its_optimizer(rank):
     setup = _setup(rank)
     fresh = _state(setup)
-    state = states.average(fresh, "ema", states.trainable(fresh, setup))
+    state = states.average(fresh, "ema", states.trainable(fresh, setup.training))
     stir = lambda tree: jax.tree.map(lambda x: x + 1, tree)
     for role in ("student", "critic"):
         state = states.replace_trainable(
-            state, setup, stir(states.trainable(state, setup, role)), role
+            state, setup.training, stir(states.trainable(state, setup.training, role)), role
         )
         state = states.replace_optimizers(state, stir(states.optimizers(state, role)), role)
     state = states.average(state, "ema", stir(states.averaged(state, "ema")))
     state = state.replace(step=jnp.int32(5))
-    saved = states.saved(state, setup)
-    again = states.with_saved(fresh, setup, saved)
+    saved = states.saved(state, setup.training)
+    again = states.with_saved(fresh, setup.training, saved)
     assert jax.tree.structure(again) == jax.tree.structure(state) and _equal(again, state)
     flat = trees.flatten(saved)
     assert any(path.startswith("roles/critic/trained/high") for path in flat)
@@ -105,24 +105,30 @@ def test_saving_covers_every_trained_role_and_its_optimizer(rank):
 
 
 def test_an_adapter_to_start_from_is_trained_or_kept():
-    setup = dataclasses.replace(_setup(2), experts=("low",), role_optim={})
+    setup = tiny.make_setup(
+        lora__rank=2, lora__targets=(r"blocks/attn1/to_q",), setup__experts=("low",)
+    )
     state = _state(setup)
-    state = states.average(state, "ema", states.trainable(state, setup))
+    state = states.average(state, "ema", states.trainable(state, setup.training))
     both = tiny.make_setup(lora__rank=2, lora__targets=(r"blocks/attn1/to_q",))
-    start = states.init(jax.random.key(9), both, _base(), keep_reference=False).adapters["default"]
-    state = states.start_from(state, setup, start)
-    assert _equal(states.trainable(state, setup), {"low": start["low"]})
+    start = states.init(jax.random.key(9), both.training, _base(), keep_reference=False).adapters[
+        "default"
+    ]
+    state = states.start_from(state, setup.training, start)
+    assert _equal(states.trainable(state, setup.training), {"low": start["low"]})
     assert _equal(states.averaged(state, "ema"), {"low": start["low"]})
     for name in ("default", "ema"):
         assert _equal(states.rollout_params(state, name)["high"][1], start["high"])
 
 
 def test_the_table_tells_who_is_trained_and_who_shares():
-    rows = {line.split()[0]: line.split()[-1] for line in
-            states.describe(_state(_setup(2)), _setup(2)).splitlines()}  # fmt: skip
+    setup = _setup(2)
+    table = states.describe(_state(setup), setup.training, setup.roles).splitlines()
+    rows = {line.split()[0]: line.split()[-1] for line in table}
     assert rows["adapters/critic/high"] == rows["adapters/default/low"] == "trained"
     assert rows["params/student/high"] == "frozen" and rows["params/teacher"] == "student's"
-    full = states.describe(_state(_setup(0)), _setup(0)).splitlines()
+    setup = _setup(0)
+    full = states.describe(_state(setup), setup.training, setup.roles).splitlines()
     rows = {line.split()[0]: line.split()[-1] for line in full}
     assert rows["params/critic/high"] == rows["params/student/low"] == "trained"
     assert rows["params/critic/low"] == rows["params/teacher/high"] == "frozen"

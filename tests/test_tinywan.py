@@ -13,6 +13,7 @@ import torch
 
 from convert import lora as lora_files
 from convert import weights
+from convert.lora import adapter, write
 from wanjax import sampler, schedule, trees
 from wanjax.data import text
 from wanjax.models import lora, umt5, vae, wan
@@ -117,7 +118,7 @@ def test_diffusers_pipeline_gives_the_same_frames(tinywan, tmp_path, adapted):
     adapters, files = {}, []
     if adapted == "random":
         adapters = _adapters(params, config)
-        files = lora_files.write(lora_files.of_trees(adapters), tmp_path, "diffusers")
+        files = write.write(adapter.of_trees(adapters), tmp_path, "diffusers")
     elif adapted:
         files = sorted((pathlib.Path(__file__).parent / "golden/quickstart").glob("*.safetensors"))
         adapters = lora_files.load(files, config)

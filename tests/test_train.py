@@ -19,7 +19,8 @@ import pytest
 from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
 from tests import tiny
-from wanjax import export, sample, train, trees
+from wanjax import export, sample, sampling, train, trees
+from wanjax import setup as setups
 from wanjax.algorithms import grpo, nft, sft
 from wanjax.data import __main__ as data_command
 from wanjax.data import latents
@@ -133,9 +134,9 @@ def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_pa
 def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
     own = dict(eval__steps=2, eval__grid="unipc", eval__solver="unipc", eval__guidance__high=1.0)
     config = tiny.make_config(model, tmp_path, **own)
-    seen, generate = [], sample.generate
-    spy = lambda setup, *args, **kw: seen.append(setup.sampling) or generate(setup, *args, **kw)
-    monkeypatch.setattr(sample, "generate", spy)
+    seen, generate = [], sampling.generate
+    spy = lambda *args, plan, **kw: seen.append(plan) or generate(*args, plan=plan, **kw)
+    monkeypatch.setattr(sampling, "generate", spy)
     monkeypatch.setattr(grpo, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
@@ -220,13 +221,13 @@ def test_config_errors_come_before_compiling_and_name_the_key(model, tmp_path, c
 
 
 def test_parts_of_the_grammars_prompts_are_disjoint_and_complete():
-    whole = train._prompts("shapes:train:1")
-    parts = [train._prompts(f"shapes:train:1:{i}/3") for i in range(3)]
+    whole = setups.prompts("shapes:train:1")
+    parts = [setups.prompts(f"shapes:train:1:{i}/3") for i in range(3)]
     assert sorted(sum(parts, ())) == sorted(whole) == sorted(shapes.prompts("train", 1))
     assert len(set(whole)) == sum(map(len, parts))
     for wrong in ("shapes:train", "shapes:test:1", "shapes:train:3", "shapes:train:1:2/2"):
         with pytest.raises(ValueError, match=f"prompts '{wrong}' are unknown; expected a file"):
-            train._prompts(wrong)
+            setups.prompts(wrong)
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one():
@@ -234,13 +235,13 @@ def test_an_unknown_key_is_named_with_the_nearest_one():
     config["optim"]["high"]["learning_rate"] = 1.0
     config["sampling"]["shfit"] = 3.0
     with pytest.raises(ValueError, match="did you mean config.sampling.shift"):
-        train.check_keys({"sampling": config["sampling"]}, default.get_config().to_dict())
+        setups.check_keys({"sampling": config["sampling"]}, default.get_config().to_dict())
     with pytest.raises(ValueError, match=r"config.optim.high.learning_rate is unknown"):
-        train.check_keys({"optim": config["optim"]}, default.get_config().to_dict())
+        setups.check_keys({"optim": config["optim"]}, default.get_config().to_dict())
 
 
 def test_the_quickstart_config_has_only_known_keys():
-    train.check_keys(quickstart.get_config().to_dict(), default.get_config().to_dict())
+    setups.check_keys(quickstart.get_config().to_dict(), default.get_config().to_dict())
 
 
 def test_dry_run_writes_nothing(model, tmp_path, capsys):
@@ -281,7 +282,7 @@ def test_the_command_line_reports_errors_in_one_line(model, tmp_path):
 def test_a_run_exports_its_adapters_in_every_dialect(whole, model, tmp_path, dialect):
     paths = export.export(whole, dialect, tmp_path)
     assert len(paths) == 2 and all("run_" in path.name for path in paths)
-    _, config = sample.load_model(model)
+    _, config = setups.load_model(model)
     again = convert_lora.load(paths, config)
     tree = _arrays(whole)
     for expert in ("high", "low"):
@@ -336,7 +337,7 @@ def test_a_killed_nft_run_ends_with_the_same_bits(nft_run, model, capsys):
 def test_an_nft_run_exports_its_evaluation_average(nft_run, model, tmp_path):
     """By the trainer at its end and by the command alike; neither trained nor old."""
     run, _ = nft_run
-    _, config = sample.load_model(model)
+    _, config = setups.load_model(model)
     arrays = _arrays(run)
     for paths in (sorted((run / "export").iterdir()), export.export(run, "comfyui", tmp_path)):
         again = convert_lora.load(paths, config)
@@ -438,6 +439,6 @@ def test_errors_of_data_come_before_compiling(model, cached, tmp_path, changes, 
 def test_the_sft_config_has_only_known_keys():
     for preset in ("", "high", "low"):
         config = sft_wan22.get_config(preset)
-        train.check_keys(config.to_dict(), default.get_config().to_dict())
+        setups.check_keys(config.to_dict(), default.get_config().to_dict())
     with pytest.raises(ValueError, match="preset 'mid' is unknown"):
         sft_wan22.get_config("mid")

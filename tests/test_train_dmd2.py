@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from tests import tiny
 from wanjax import sampler, train
-from wanjax.algorithms import dmd2
+from wanjax.algorithms import distill, dmd2, phases
 from wanjax.run import checkpoint, metrics
 
 STEPS, GROUP = 4, 4
@@ -113,7 +113,7 @@ def test_steps_are_taken_on_the_rows_of_the_files(whole, data):
             if kind == "clips" and name == "student":
                 key, ids = dmd2._key(setup, step, expert, name, 0), jnp.arange(len(z))
                 noise = sampler.initial_noise(key, ids, z[0].shape)
-                sigma = setup.sampling.schedule.sigmas[dmd2._draw(setup, step, expert, name)[0]]
+                sigma = setup.sampling.schedule.sigmas[phases.draw(setup, step, expert, name)[0]]
                 x = (1 - sigma) * np.stack(z) + sigma * noise
                 np.testing.assert_allclose(own["x"], x, atol=1e-5)
 
@@ -124,7 +124,7 @@ def test_every_trained_part_of_both_experts_moves_and_is_kept(whole):
     lines, before, after = _lines(run), _arrays(run, 2), _arrays(run)
     for expert in ("high", "low"):
         own = [f"{part}/{expert}/" for part in parts]
-        own += [f"roles/critic/trained/{expert}/{dmd2.HEAD}/"] if kind == "clips" else []
+        own += [f"roles/critic/trained/{expert}/{distill.HEAD}/"] if kind == "clips" else []
         for start in own:
             kept = [path for path in after if path.startswith(start)]
             assert any((after[path] != before[path]).any() for path in kept), start

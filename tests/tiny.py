@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import default
-from convert import weights
+from convert import save
 from scripts import tiny_tokenizer
-from wanjax import optim, schedule, trees
-from wanjax import state as states
+from wanjax import schedule, settings, trees
 from wanjax.algorithms import grpo
 from wanjax.models import presets, umt5, vae, wan
 
@@ -80,48 +79,72 @@ def parameters(seed: int = 0, model: presets.ModelConfig = MODEL) -> dict:
     }
 
 
-def make_setup(model: presets.ModelConfig = MODEL, **changes) -> states.Setup:
+def make_setup(model: presets.ModelConfig = MODEL, **changes) -> settings.Setup:
     """A GRPO Setup of 2 prompts x 4 samples; changes go to the section that has the field."""
     sections = {
         "schedule": dict(grid="simple", steps=6, shift=3.0, boundary=model.boundary),
-        "sampling": dict(guidance=model.sampling.guidance, height=16, width=16, frames=5, batch=4),
+        "sampling": dict(
+            guidance=model.sampling.guidance, guidance_mode="batch", height=16, width=16, frames=5,
+            solver="euler", batch=4, vae_tile=0,
+        ),
         "strategy": dict(name="dual_window", window=1),
         "sde": dict(kind="flow", eta=0.7),
         "lora": dict(rank=2, alpha=4.0, targets=TARGETS),
         "optim": dict(lr=1e-2),
         "algorithm": dict(
-            group_size=4,
-            prompts_per_step=2,
-            micro_samples=4,
-            clip={"high": 1e-3, "low": 1e-3},
-            kl_beta={"high": 0.0, "low": 0.0},
+            group_size=4, prompts_per_step=2, micro_samples=4,
+            clip={"high": 1e-3, "low": 1e-3}, kl_beta={"high": 0.0, "low": 0.0},
         ),
-        "setup": dict(experts=model.experts, seed=0),
-    }
+        "setup": dict(seed=0, steps=1, experts=model.experts),
+    }  # fmt: skip
     for key, value in changes.items():
         section, _, field = key.partition("__")
         sections[section][field] = value
-    sampling = states.SamplingConfig(
-        schedule=schedule.make_schedule(**sections["schedule"]), **sections["sampling"]
-    )
+    plan = schedule.make_schedule(**sections["schedule"])
     fields = sections["setup"]
-    setup = states.Setup(
+    optims = {e: adamw(**sections["optim"]) for e in fields.pop("experts")}
+    setup = settings.Setup(
         model=model,
-        sampling=sampling,
-        sde=states.SdeConfig(schedule.Strategy(**sections["strategy"]), **sections["sde"]),
-        lora=states.LoraConfig(**sections["lora"]),
-        optim={e: optim.OptimConfig(**sections["optim"]) for e in fields["experts"]},
-        algorithm=grpo.Config(**sections["algorithm"]),
-        rewards={"mean": 1.0},
+        roles={},
+        sampling=settings.SamplingConfig(schedule=plan, **sections["sampling"]),
+        sde=settings.SdeConfig(schedule.Strategy(**sections["strategy"]), **sections["sde"]),
+        training=settings.TrainingConfig(
+            settings.LoraConfig(**sections["lora"]), {"student": optims}
+        ),
+        rewards=settings.RewardConfig({"mean": 1.0}, "stop"),
+        algorithm=algorithm_config(grpo, **sections["algorithm"]),
         **fields,
     )
     return shared(setup)
 
 
-_SETUPS: dict[str, states.Setup] = {}
+def adamw(**changes) -> settings.OptimConfig:
+    """An expert's optimizer of configs/default.py with some fields changed."""
+    return settings.OptimConfig(**default.get_config().optim.high.to_dict() | changes)
 
 
-def shared(setup: states.Setup) -> states.Setup:
+def algorithm_config(algorithm, roles=None, **changes):
+    """The Config of an algorithm by configs/default.py with some fields changed."""
+    roles = dict.fromkeys(algorithm.ROLES, MODEL) | (roles or {})
+    return dataclasses.replace(algorithm.make_config(default.get_config(), roles), **changes)
+
+
+def replace_sampling(setup: settings.Setup, **changes) -> settings.Setup:
+    """The same Setup with some fields of the sampler changed."""
+    return dataclasses.replace(setup, sampling=dataclasses.replace(setup.sampling, **changes))
+
+
+def replace_training(setup: settings.Setup, *, role="student", optim=None, **lora):
+    """The same Setup with other optimizers of a role, or some fields of its adapters changed."""
+    optims = setup.training.optim | ({} if optim is None else {role: optim})
+    training = settings.TrainingConfig(dataclasses.replace(setup.training.lora, **lora), optims)
+    return dataclasses.replace(setup, training=training)
+
+
+_SETUPS: dict[str, settings.Setup] = {}
+
+
+def shared(setup: settings.Setup) -> settings.Setup:
     """The first Setup that was equal to this one: its programs are traced already."""
     return _SETUPS.setdefault(repr(setup), setup)
 
@@ -153,7 +176,7 @@ def save_model(folder, model: presets.ModelConfig = MODEL) -> str:
     words = tiny_tokenizer.build_tiny_tokenizer(["red", "blue", "circle"], tokenizer)
     text = dataclasses.replace(TEXT, vocab_size=words)
     model = dataclasses.replace(model, text=text, tokenizer=str(tokenizer))
-    weights.save_diffusers(parameters(0, model), model, pathlib.Path(folder) / "model")
+    save.save_diffusers(parameters(0, model), model, pathlib.Path(folder) / "model")
     return str(pathlib.Path(folder) / "model")
 
 
@@ -210,7 +233,7 @@ def write_clips(folder) -> pathlib.Path:
     return folder
 
 
-def replace_algorithm(setup: states.Setup, **changes) -> states.Setup:
+def replace_algorithm(setup: settings.Setup, **changes) -> settings.Setup:
     """The same Setup with some fields of the algorithm changed."""
     algorithm = dataclasses.replace(setup.algorithm, **changes)
     return shared(dataclasses.replace(setup, algorithm=algorithm))

@@ -23,13 +23,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rule:
-    """One normalisation: scopes "group" or "batch" (std None = centre only), ddof and epsilon.
+    """One normalisation: scopes "group" or "batch" of mean and std, ddof and epsilon.
 
-    eps_in says where eps enters: "std" adds it, "var" adds it under the root, "floor" is a maximum.
+    eps_in says where eps enters: "std" adds it, "var" adds it under the root, "floor" is a lower
+    bound of the std.
     """
 
     mean: str = "group"
-    std: str | None = "group"
+    std: str = "group"
     ddof: int = 0
     eps: float = 1e-4
     eps_in: str = "std"
@@ -43,36 +44,34 @@ PRESETS = {
     "unirl": Rule(eps=1e-8, eps_in="var"),
     "gdpo": Rule(eps=1e-6, eps_in="floor"),
 }
+_GDPO_TOTAL = Rule(mean="batch", std="batch", eps=1e-6, eps_in="floor")  # of its weighted sum
 
 
-def group_advantages(rewards, preset: str | Rule, *, weights=None) -> np.ndarray:
+def group_advantages(rewards, preset: str, *, weights=None) -> np.ndarray:
     """Return adv_PK from rewards_PK, or from rewards_MPK and weights [M].
 
     Several rewards are summed with their weights first, except by "gdpo", which normalises each
-    one in its group before the sum. Groups without spread get exactly 0 where the mean is the
-    group's.
+    one in its group before the sum. Groups without spread get exactly 0 where the mean is taken
+    per group.
     """
-    if isinstance(preset, str) and preset not in PRESETS:
+    if preset not in PRESETS:
         raise ValueError(f"advantage.preset is {preset!r}; expected one of {', '.join(PRESETS)}")
     rewards_MPK, weights_M = _as_multi(rewards, weights)
-    rule = PRESETS[preset] if isinstance(preset, str) else preset
     if preset == "gdpo":
-        each_MPK = np.stack([_normalise(r_PK, rule) for r_PK in rewards_MPK])
-        return _normalise(
-            np.tensordot(weights_M, each_MPK, 1), Rule("batch", "batch", 0, 1e-6, "floor")
-        )
-    return _normalise(np.tensordot(weights_M, rewards_MPK, 1), rule)
+        each_MPK = np.stack([_normalise(r_PK, PRESETS[preset]) for r_PK in rewards_MPK])
+        return _normalise(np.tensordot(weights_M, each_MPK, 1), _GDPO_TOTAL)
+    return _normalise(np.tensordot(weights_M, rewards_MPK, 1), PRESETS[preset])
 
 
 def zero_spread(rewards_PK) -> np.ndarray:
-    """Return bool [P]: prompts whose samples all have the same reward, hence carry no signal."""
+    """Return bool [P]: prompts whose samples all have the same reward and so carry no signal."""
     return np.ptp(np.asarray(rewards_PK, np.float64), axis=-1) == 0
 
 
 def best_of_n(adv_PK, keep: int) -> np.ndarray:
     """Return index_PN, ascending, of the keep/2 best and keep/2 worst samples of each group.
 
-    DanceGRPO trains on these N = keep of K only. Among equals the earlier sample counts as worse.
+    DanceGRPO trains on these N = keep of K only. Of equal samples the earlier counts as worse.
     """
     adv_PK = np.asarray(adv_PK)
     K = adv_PK.shape[1]
@@ -107,8 +106,6 @@ def _normalise(r_PK, rule):
     adv_PK = r_PK - r_PK.mean(axis[rule.mean], keepdims=True)
     if rule.mean == "group":
         adv_PK = np.where(zero_spread(r_PK)[:, None], 0.0, adv_PK)
-    if rule.std is None:
-        return adv_PK
     count = r_PK.shape[1] if rule.std == "group" else r_PK.size
     if count <= rule.ddof:
         raise ValueError(

@@ -6,6 +6,7 @@ Exit code 1 when a line is FAIL.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -35,22 +36,28 @@ Line = tuple[str, str, str]  # OK, WARN or FAIL; what was checked; finding and w
 
 def run(model: str, workdir: str) -> list[Line]:
     """All lines; a check that raises is a FAIL with its error."""
-    checks: list[Callable[[], list[Line]]] = [
-        versions, environment, devices, matmul, collective, kernels,
-        lambda: storage(workdir), ffmpeg, lambda: checkpoint(model),
-    ]  # fmt: skip
+    checks: dict[str, Callable[[], list[Line]]] = {
+        "versions": versions,
+        "environment": environment,
+        "devices": devices,
+        "matmul": matmul,
+        "collective": collective,
+        "kernels": kernels,
+        "storage": functools.partial(storage, workdir),
+        "ffmpeg": ffmpeg,
+        "checkpoint": functools.partial(checkpoint, model),
+    }
     lines: list[Line] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
             lines += check()
         except Exception as error:  # a report must not stop at its first finding
-            name = getattr(check, "__name__", "check")
             lines.append(("FAIL", name, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     return lines
 
 
 def versions() -> list[Line]:
-    """Versions, and GPU plugins that exclude each other."""
+    """Versions, and GPU plugins that cannot be installed together."""
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     lines = [("OK", name, found[name]) for name in (*PACKAGES, *PLUGINS) if name in found]
     plugins = [name for name in PLUGINS if name in found]
@@ -60,7 +67,7 @@ def versions() -> list[Line]:
 
 
 def environment() -> list[Line]:
-    """Variables and limits that are known to break or slow runs."""
+    """Variables and limits known to break or slow down runs."""
     lines: list[Line] = []
     platforms = os.environ.get("JAX_PLATFORMS", "")
     accelerator = os.path.exists("/dev/accel0") or shutil.which("nvidia-smi")
@@ -76,7 +83,7 @@ def environment() -> list[Line]:
         lines.append(("WARN" if hint else "OK", "/dev/shm", f"{size:.1f} GiB{hint}"))
     lock = pathlib.Path(tempfile.gettempdir()) / "libtpu_lockfile"
     if lock.exists() and jax.default_backend() != "tpu":
-        lines.append(("WARN", "TPU", f"{lock} exists: another process may hold the TPU; end it"))
+        lines.append(("WARN", "TPU", f"{lock} exists: another process may hold the TPU; stop it"))
     return lines
 
 
@@ -92,7 +99,7 @@ def devices() -> list[Line]:
 
 
 def matmul() -> list[Line]:
-    """A float32 product on every device against float64 numpy."""
+    """A float32 matmul on every device against float64 numpy."""
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(256, 256)).astype(np.float32) for _ in range(2))
     want, worst = a.astype(np.float64) @ b, 0.0
@@ -106,7 +113,7 @@ def matmul() -> list[Line]:
 
 
 def collective() -> list[Line]:
-    """A sum over all devices, exact in integers."""
+    """An integer sum over all devices, which must be exact."""
     mesh = sharding.make_mesh({"data": -1})
     number = len(jax.devices())
     x = jax.device_put(np.arange(number, dtype=np.int32), NamedSharding(mesh, P("data")))
@@ -126,35 +133,42 @@ def kernels() -> list[Line]:
     qkv = [jax.random.normal(key, (1, 1000, 2, 128)).astype(jnp.bfloat16) for key in keys]
 
     def value(kernel):
-        loss = lambda *a: attention.attend(*a, kernel=kernel).astype(jnp.float32).var()
+        def loss(q, k, v):
+            return attention.attend(q, k, v, kernel=kernel).astype(jnp.float32).var()
+
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*qkv)
 
     want, lines = jax.tree.leaves(value("xla")), []
     for name in available:
         got = jax.tree.leaves(value(name))
-        far = lambda a, b: float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b))
-        worst = max(far(a, b) for a, b in zip(got, want, strict=True))
+        worst = max(_relative_error(a, b) for a, b in zip(got, want, strict=True))
         bad = not worst < 0.03
         hint = "; set config.model.attention to another kernel" if bad else ""
         lines.append(("FAIL" if bad else "OK", f"attention {name}", f"error {worst:.1e}{hint}"))
     return lines or [("OK", "attention", "xla is the only kernel of this backend")]
 
 
+def _relative_error(a, b) -> float:
+    return float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b))
+
+
 def storage(workdir: str) -> list[Line]:
-    """Free disk where runs are written."""
+    """Free disk space where runs are written."""
     folder = pathlib.Path(workdir).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 2**30
     if not os.access(folder, os.W_OK):
-        return [("FAIL", "workdir", f"{folder} is not writable; set config.workdir to another")]
-    few = "; free some or set config.workdir, an A14B LoRA checkpoint takes 10 GiB"
-    return [("WARN" if free < 50 else "OK", "workdir",
-             f"{folder}: {free:.0f} GiB free{few if free < 50 else ''}")]  # fmt: skip
+        return [
+            ("FAIL", "workdir", f"{folder} is not writable; set config.workdir to a folder that is")
+        ]
+    few = free < 50
+    hint = "; free some or set config.workdir, an A14B LoRA checkpoint takes 10 GiB" if few else ""
+    return [("WARN" if few else "OK", "workdir", f"{folder}: {free:.0f} GiB free{hint}")]
 
 
 def ffmpeg() -> list[Line]:
-    """The encoder of sample videos."""
+    """The encoder for sample videos."""
     return [("OK", "ffmpeg", imageio_ffmpeg.get_ffmpeg_exe())]
 
 

@@ -14,14 +14,16 @@ import sys
 
 import numpy as np
 
-from convert import lora, weights
+from convert import lora, save, weights
+from convert.lora import adapter as lora_trees
+from convert.lora import write as lora_files
 from wanjax import schedule, trees
 from wanjax.run import checkpoint
 
 
 def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
     """Write a run's adapters, or its full weights as a diffusers folder; returns the paths. No
-    dialect: see lora.write.
+    dialect: see lora_files.
 
     Raises ValueError when the folder holds no run or no good checkpoint.
     """
@@ -39,19 +41,31 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
     trained = state.get("ema", state["trained"])
     if config["lora"]["rank"]:
         note = {"step": str(step), "run": run_dir.name, "wanjax.sampler": json.dumps(sampler)}
-        adapter = lora.with_start(lora.of_trees(trained, note), config["lora"]["start"])
-        return lora.write(adapter, out, dialect, stem=run_dir.name)
+        start = config["lora"]["start"]
+        return write_adapters(trained, note, start, out, dialect, stem=run_dir.name)
     if dialect not in ("", "diffusers"):
         raise ValueError(
             f"the run trained full weights: they become a diffusers folder, not {dialect}; "
             "use --format diffusers, then python -m convert.weights for other layouts"
         )
     params, model = weights.load(config["model"]["path"])
-    weights.save_diffusers({**params, **trained}, model, out)
+    save.save_diffusers({**params, **trained}, model, out)
     listed = sampler["grid"] == "explicit" and sampler["solver"] in ("euler", "renoise")
     few = {"few_step": _few_step(sampler)} if listed or config["algorithm"] == "dmd2" else {}
-    weights.write_sampler(pathlib.Path(out), {"sampler": sampler, **few})
+    save.write_sampler(pathlib.Path(out), {"sampler": sampler, **few})
     return [pathlib.Path(out)]
+
+
+def write_adapters(
+    adapters: dict, note: dict, start: list, out, dialect: str = "", *, stem: str = "lora"
+) -> list[pathlib.Path]:
+    """Write adapter trees {expert: tree}, with what the files that they started from have beside
+    them; returns the paths (none on processes > 0).
+
+    note: further metadata; dialect: see lora.write.
+    """
+    adapter = lora.with_start(lora_trees.of_trees(adapters, note), start)
+    return lora_files.write(adapter, out, dialect, stem=stem)
 
 
 def _few_step(sampler: dict) -> dict:
@@ -80,7 +94,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m wanjax.export", description="Export a run.")
     parser.add_argument("run", help="run folder, such as runs/quickstart")
     parser.add_argument(
-        "--format", default="", choices=sorted(lora.DIALECTS),
+        "--format", default="", choices=sorted(lora_files.DIALECTS),
         help="default: diffusers, or comfyui for changes that are not low-rank",
     )  # fmt: skip
     parser.add_argument(

@@ -8,7 +8,6 @@ Shapes: B samples, n micro-batches of M pairs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +15,13 @@ import numpy as np
 import optax
 
 from wanjax import trees
+from wanjax.settings import OptimConfig
 
-START = "start/"  # before names of metrics of a run's first optimizer step
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Settings of one expert's optimizer."""
-
-    lr: float = 1e-4
-    warmup: int = 0  # optimizer steps of linear warm-up
-    decay: int = 0  # optimizer steps of linear decay to 0 that follow; 0 = constant
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0  # global norm of the gradient; 0 = off
+START = "start/"  # prefix of the metrics of a run's first optimizer step
 
 
 def make(config: OptimConfig) -> optax.GradientTransformation:
-    """The transformation for a tree of weights or of adapters; adapter scales are never moved."""
+    """The transformation for a tree of weights or of adapters; adapter scales never change."""
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     adam = optax.adamw(
         learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay
@@ -45,13 +31,18 @@ def make(config: OptimConfig) -> optax.GradientTransformation:
 
 def learning_rate(config: OptimConfig) -> optax.Schedule:
     """Learning rate as a function of the optimizer's own step count."""
+    lr, warmup, decay = config.lr, config.warmup, config.decay
 
-    def rate(count):
-        rise = (count + 1) / config.warmup if config.warmup else 1.0
-        fall = 1 - (count - config.warmup) / config.decay if config.decay else 1.0
-        return config.lr * jnp.maximum(jnp.minimum(jnp.minimum(rise, fall), 1.0), 0.0)
+    def rise(count):  # optax.linear_schedule loses digits where the rate is small
+        return lr * ((count + 1) / warmup)
 
-    return rate
+    pieces, edges = [optax.constant_schedule(lr)], []
+    if decay:  # compiled, the linear piece ends at −1e-10 and not at 0
+        pieces = [optax.linear_schedule(lr, 0.0, decay), optax.constant_schedule(0.0)]
+        edges = [warmup + decay]
+    if warmup:
+        pieces, edges = [rise, *pieces], [warmup, *edges]
+    return optax.join_schedules(pieces, edges)
 
 
 def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
@@ -60,8 +51,8 @@ def step(loss: Callable, trained: dict, opt: dict, index: dict, configs: dict):
     loss(expert, its trained tree, its rows of the micro-batch) -> (mean over its rows, {name:
     scalar or vector}), for one entry of the leading axis of an array in index {expert: (arrays
     [n, M], ...)}: one entry per size M of micro-batch, with the same n for every expert. Scalars
-    come back as [micro-batches], where sizes differ once per row, so that their mean is that of the
-    rows.
+    come back as [micro-batches], or once per row where sizes differ, so that their mean is the mean
+    over rows.
     """
     largest = {expert: max(map(_rows, blocks)) for expert, blocks in index.items()}
 
@@ -116,7 +107,7 @@ def micro_batches(slots: dict, samples, *, micro_samples: int, micro_steps: int,
 
 
 def parts(samples, size: int) -> tuple:
-    """Samples as index arrays (([n, M],), ...) of micro-batches of `size`, and one of the rest."""
+    """Samples as index arrays (([n, M],), ...) of micro-batches of `size`, and of the rest."""
     return _by_size((chunk,) for chunk in _cut(np.asarray(samples, np.int32), size))
 
 
@@ -136,7 +127,7 @@ def merge_metrics(collected: list[dict], first: int = 0) -> dict:
     """Reduce micro-batches and optimizer steps: extremes of *_min and *_max, the last lr, else
     means.
 
-    first: how many came before anything moved; their own values are told as START + name too.
+    first: how many came before any update; these are also reported under START + name.
     """
     if 0 < first < len(collected):
         begun = {START + name: value for name, value in merge_metrics(collected[:first]).items()}
@@ -145,12 +136,14 @@ def merge_metrics(collected: list[dict], first: int = 0) -> dict:
     for metrics in collected:
         for name, value in metrics.items():
             gathered.setdefault(name, []).append(jnp.atleast_1d(value))
-    pick = {"min": jnp.min, "max": jnp.max, "lr": lambda values: values[-1]}
-    word = lambda name: "lr" if name.startswith("lr/") else name.split("/")[-2].split("_")[-1]
-    return {
-        name: pick.get(word(name), jnp.mean)(jnp.concatenate(values))
-        for name, values in gathered.items()
-    }
+    return {name: _reduce(name)(jnp.concatenate(values)) for name, values in gathered.items()}
+
+
+def _reduce(name: str) -> Callable:
+    """How values of the metric `name`/expert become one."""
+    if name.startswith("lr/"):
+        return lambda values: values[-1]
+    return {"min": jnp.min, "max": jnp.max}.get(name.split("/")[-2].split("_")[-1], jnp.mean)
 
 
 def _rows(block) -> int:
@@ -159,7 +152,7 @@ def _rows(block) -> int:
 
 
 def _joined(found: list, rows: list[int]):
-    """Statistics of micro-batches of several sizes in one array each; scalars once a row."""
+    """Statistics of micro-batches of several sizes in one array each; scalars once per row."""
 
     def join(*parts):
         if len(parts) > 1 and parts[0].ndim == 1:
@@ -177,7 +170,7 @@ def _labels(tree):
 
 
 def _beside_a(path: str, tree) -> bool:
-    """Whether a `scale` belongs to an adapter (it lies beside `a`), not to a norm."""
+    """Whether a `scale` belongs to an adapter (it has an `a` beside it), not to a norm."""
     node = tree
     for name in path.split("/")[:-1]:
         node = node[name]

@@ -1,11 +1,12 @@
-"""One self-contained HTML page on a run, or on several runs over each other.
+"""One self-contained HTML page about a run, or comparing several runs.
 
     python -m wanjax.report runs/quickstart                  writes runs/quickstart/report.html
     python -m wanjax.report runs/a runs/b --out compare.html
 
-It shows what the run folder holds (see `load_run`) and works half-way through a run: the result in
+It shows what the run folder holds (see `load_run`) and works in the middle of a run: the result in
 words, videos before and after, curves of metrics.jsonl, where the time went, schedule and config.
-Videos and scripts are inside the file; nothing is fetched.
+Videos and scripts are embedded; nothing is fetched. One module, as no part of the page is of use
+elsewhere; its sections are in the order of the page.
 """
 
 import argparse
@@ -27,10 +28,11 @@ from wanjax.run import metrics
 _TEMPLATE = pathlib.Path(__file__).parent / "assets" / "report.html"
 _COLOURS = 6  # --s0 … --s5 of the template
 _POINTS = 400  # a longer curve is averaged down to this many points
+_WIDTH, _HEIGHT = 360, 180  # of a chart, in the units of its viewBox
 _VIDEO_ROWS = 6
 _VIDEO_BYTES = 64_000_000  # of all videos together, before base64
-# Section of the page -> words; a metric goes to the first section with a word that starts one of
-# the components of its name.
+# Section of the page -> prefixes; a metric goes to the first section with a prefix of one of the
+# components of its name.
 _SECTIONS = {
     "Reward": ("reward", "success", "eval", "score", "group"),
     "Policy": ("kl", "clip", "ratio", "adv", "logp"),
@@ -51,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds; every part but the name may be empty."""
+    """The contents of a run folder; every part but the name may be empty."""
 
     name: str
     config: dict[str, Any]
@@ -65,7 +67,7 @@ class Run:
 
     @property
     def curves(self) -> list[dict[str, float]]:
-        """What is drawn over steps: the last evaluation belongs to no training step."""
+        """What is plotted over steps: the last evaluation belongs to no training step."""
         logged = {record["step"] for record in self.records}
         return self.records + [found for found in self.evals if found["step"] not in logged]
 
@@ -102,7 +104,7 @@ def load_run(run_dir) -> Run:
 
 
 def write_report(run_dirs: Sequence, out) -> pathlib.Path:
-    """Write the page on the runs in `run_dirs` to `out` and return its path."""
+    """Write the page about the runs in `run_dirs` to `out` and return its path."""
     runs = [load_run(run_dir) for run_dir in run_dirs]
     out = pathlib.Path(out)
     title = " vs ".join(run.name for run in runs)
@@ -203,7 +205,8 @@ def _in_words(run):
     if not s:
         of = f" of {run.config['steps']}" if "steps" in run.config else ""
         text += (
-            f"There is no summary yet: {done}{of} steps are logged; the run goes on or was stopped."
+            f"There is no summary yet: {done}{of} steps are logged; the run is still going or "
+            "was stopped."
         )
     return text.strip()
 
@@ -338,12 +341,13 @@ def _curves(runs):
 
 def _section(base):
     parts = base.split("/")
-    fits = lambda words: any(part.startswith(words) for part in parts)
-    return next(title for title, words in _SECTIONS.items() if fits(words))
+    return next(
+        title for title, words in _SECTIONS.items() if any(part.startswith(words) for part in parts)
+    )
 
 
 def _series(run, n, base, several):
-    """Return the curves of a metric in run n: a colour an expert, or a colour a run if several."""
+    """Return the curves of a metric in run n: a colour per expert, or per run if several."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.curves:
         for key, value in record.items():
@@ -353,7 +357,7 @@ def _series(run, n, base, several):
                 steps.append(int(record["step"]))
                 values.append(value)
     if len(found) > 1 and all(curve == found[min(found)] for curve in found.values()):
-        found = {"": found[min(found)]}  # such as one learning rate for both experts
+        found = {"": found[min(found)]}  # such as a learning rate that both experts share
     series = []
     for expert, (steps, values) in sorted(found.items()):
         low = expert == "low"
@@ -382,22 +386,27 @@ def _smooth(values):
     return out
 
 
-def _chart(title, series, width=360, height=180):
+def _chart(title, series):
     """Draw one metric: the values, or thin values and their thick running mean if they are many."""
-    left, right, top, bottom = 48, width - 6, 10, height - 22
+    left, right, top, bottom = 48, _WIDTH - 6, 10, _HEIGHT - 22
     finite = [v for s in series for v in s.values if math.isfinite(v)]
     x0, x1 = min(s.steps[0] for s in series), max(s.steps[-1] for s in series)
     ticks = _ticks(min(finite, default=0.0), max(finite, default=1.0))
-    x = lambda step: round(left + (step - x0) / max(x1 - x0, 1) * (right - left), 1)
     scale = (bottom - top) / (ticks[-1] - ticks[0])
-    y = lambda value: round(bottom - (value - ticks[0]) * scale, 1)
+
+    def x(step):
+        return round(left + (step - x0) / max(x1 - x0, 1) * (right - left), 1)
+
+    def y(value):
+        return round(bottom - (value - ticks[0]) * scale, 1)
+
     svg = []
     for tick, label in zip(ticks, _tick_labels(ticks), strict=True):
         svg.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick)}" y2="{y(tick)}"/>')
         svg.append(_text(left - 6, y(tick) + 3.5, "end", label))
     for step, anchor in {x0: "start", x1: "end"}.items():
-        svg.append(_text(x(step), height - 6, anchor, step))
-    svg.append(_text((left + right) / 2, height - 6, "middle", "step"))
+        svg.append(_text(x(step), _HEIGHT - 6, anchor, step))
+    svg.append(_text((left + right) / 2, _HEIGHT - 6, "middle", "step"))
     for s in series:
         many = len(s.values) > 30
         if many:
@@ -407,12 +416,13 @@ def _chart(title, series, width=360, height=180):
         svg += [f'<circle class="bad" cx="{x(step)}" cy="{bottom}" r="3"/>' for step in bad]
     svg.append(f'<line class="cursor" style="display:none" y1="{top}" y2="{bottom}"/>')
     curves = [{"name": s.name, "x": s.steps, "y": [_num(v) for v in s.values]} for s in series]
-    hover = json.dumps({"box": [left, right, width], "x0": x0, "x1": x1, "series": curves})
+    hover = json.dumps({"box": [left, right, _WIDTH], "x0": x0, "x1": x1, "series": curves})
     last = _num(series[0].values[-1]) if len(series) == 1 else ""
     return (
         f'<figure class="card"><figcaption><h3>{escape(title)}</h3><span>{last}</span></figcaption>'
         f"{_legend([(s.name, s.colour, s.dashed) for s in series if s.name])}"
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+        f' aria-label="{escape(title)}"'
         f' data-c="{escape(hover)}">{"".join(svg)}</svg></figure>'
     )
 
@@ -442,8 +452,8 @@ def _legend(names):
     return f'<div class="legend">{"".join(items)}</div>'
 
 
-def _ticks(low, high, count=4):
-    """Return about `count` round numbers that enclose low and high.
+def _ticks(low, high):
+    """Return about four round numbers that enclose low and high.
 
     >>> _ticks(0.12, 0.87)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -451,7 +461,7 @@ def _ticks(low, high, count=4):
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         spread = abs(low) / 2 or 1.0
         low, high = low - spread, high + spread
-    raw = (high - low) / count
+    raw = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(raw))
     size = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= raw * 0.999)
     first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
@@ -475,12 +485,12 @@ def _tick_labels(ticks):
 
 
 def _phases(runs):
-    """Draw a bar a run: mean seconds of each phase, without the first step, which compiles."""
+    """Draw a bar per run: mean seconds of each phase, without the first step, which compiles."""
     bars = []
     for run in runs:
         records = run.records[1:] or run.records
         keys = dict.fromkeys(key for r in records for key in r if key.startswith("time/"))
-        # a phase's own parts, as time/collect/rollout, overlap and would count twice
+        # parts of a phase, such as time/collect/rollout, overlap and would count twice
         keys = [key for key in keys if key != "time/wall" and key.count("/") == 1]
         means = {key: sum(r.get(key, 0.0) for r in records) / len(records) for key in keys}
         total = sum(means.values())
@@ -543,8 +553,10 @@ def _table(values):
 
 
 def _settings(config):
-    text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return {key: text(value) for key, value in trees.dotted(config).items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in trees.dotted(config).items()
+    }
 
 
 def _num(value):

@@ -26,80 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert import lora as convert_lora
-from convert import weights
-from wanjax import sampler, schedule
-from wanjax import state as states
+from convert.lora import read as lora_files
+from wanjax import sampler, sampling, schedule, settings, setup
 from wanjax.data import text, video
-from wanjax.models import condition, lora, presets, quant, umt5
-from wanjax.parallel import sharding
-
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-def generate(
-    setup, policy, vae_params, ctx_BSE, uncond_1SE, *, seed: int, first_id: int = 0, cond=None
-):
-    """uint8 videos [B, frames, height, width, 3] of B contexts by the ODE solver of setup.
-
-    policy: {expert: (params, adapter)}; cond: first frames as of models.condition, or None. Sample
-    i starts from the noise of (seed, first_id + i), whatever the batching.
-    """
-    count, size = len(ctx_BSE), setup.sampling.batch
-    videos = []
-    for first in range(0, count, size):
-        rows = np.minimum(
-            np.arange(first, first + size), count - 1
-        )  # the last batch keeps its shape
-        given = {name: a[rows] for name, a in (cond or {}).items()}
-        x0 = states.sample_latents(
-            policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
-            jnp.asarray(rows + first_id), given, setup=setup,
-        )  # fmt: skip
-        videos.append(states.decode(vae_params, x0, setup=setup))
-    return np.concatenate([sharding.fetch(v) for v in videos])[:count]
-
-
-def make_encoder(model: presets.ModelConfig, params: dict, prompts):
-    """A function list of prompts -> ctx_PSE (numpy float32) by the model's own tokenizer and text
-    encoder.
-
-    prompts: all that will be asked for; the longest one sets S, so that everything compiles once.
-    Encodings are cached.
-    """
-    tokenizer = text.load_tokenizer(model.tokenizer)
-    _, mask = text.tokenize(tokenizer, list(dict.fromkeys(prompts)), model.wan.text_len)
-    S = text.bucket(int(mask.sum(1).max()), model.wan.text_len)
-    run = jax.jit(functools.partial(umt5.encode, config=model.text))
-    cache: dict = {}
-
-    def encode(prompts):
-        ctx_PSE = text.encode_prompts(
-            lambda ids, mask: sharding.fetch(run(params["text_encoder"], ids, mask)),
-            tokenizer, prompts, length=model.wan.text_len, cache=cache,
-        )  # fmt: skip
-        ctx_PSE = np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
-        return ctx_PSE.astype(np.float32)
-
-    return encode
-
-
-def load_model(
-    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), offload=False,
-    **run,
-):  # fmt: skip
-    """(params, ModelConfig) with the run-time fields of the transformer set.
-
-    run: dtype, attention, context, remat and interleave of WanConfig. adapters: [(path, expert or
-    None, strength)], whose changes that are not low-rank are added to the weights. offload: keep
-    the experts in host memory.
-    """
-    stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
-    dense = convert_lora.dense_changes(path, adapters)
-    params, model = weights.load(
-        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense, offload=offload
-    )
-    run = dataclasses.replace(model.wan, **run)
-    return params, dataclasses.replace(model, wan=run)
+from wanjax.models import condition, lora, presets
 
 
 def main(argv=None) -> None:
@@ -127,7 +57,7 @@ def main(argv=None) -> None:
     add("--batch", type=int, default=1, help="samples per device call")
     add("--vae_tile", type=int, default=0, help="decode in tiles of so many pixels")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    add("--dtype", choices=DTYPES, default=dtype)
+    add("--dtype", choices=setup.DTYPES, default=dtype)
     args = parser.parse_args(argv)
     try:
         _run(args)
@@ -141,62 +71,80 @@ def _run(args) -> None:
     for flag in ("guidance_high", "guidance_low"):
         if not 0 <= (getattr(args, flag) or 0) < math.inf:
             raise ValueError(f"--{flag} is {getattr(args, flag)}; expected a number from 0 up")
-    adapters = _arguments(args.lora)
-    params, model = load_model(
+    adapters = [convert_lora.parse_argument(argument) for argument in args.lora]
+    params, model = setup.load_model(
         args.model, dtype=args.dtype, param_dtype=args.dtype, adapters=adapters
     )
-    defaults = model.sampling
-    pick = lambda given, default: default if given is None else given
-    note = _sampler_note(args)
-    solver = note.get("solver") or args.solver or "unipc"
-    scales = dataclasses.asdict(defaults.guidance) | note.get("guidance", {})
-    guidance = presets.Guidance(
-        pick(args.guidance_high, scales["high"]), pick(args.guidance_low, scales["low"])
-    )
-    levels = note.get("sigmas") if note.get("grid") == "explicit" else None
-    plan = schedule.make_schedule(
-        note.get("grid") or args.grid or ("unipc" if solver == "unipc" else "simple"),
-        note.get("steps") or pick(args.steps, defaults.steps),
-        1.0 if levels else note.get("shift") or pick(args.shift, defaults.shift),
-        note.get("boundary", model.boundary),
-        levels,
-    )
-    sampling = states.SamplingConfig(
-        schedule=plan, guidance=guidance, height=pick(args.height, defaults.height),
-        width=pick(args.width, defaults.width), frames=pick(args.frames, defaults.frames),
-        solver=solver, batch=args.batch, vae_tile=args.vae_tile,
-    )  # fmt: skip
-    setup = states.sampling_setup(model, sampling)
-    states.latent_shape(setup)
-    images = _images(args, model, sampling)
-    scales = {"high": guidance.high, "low": guidance.low}
-    print(schedule.describe(plan, scales), flush=True)
+    plan = _plan(args, model, _sampler_note(args, adapters))
+    sampling.latent_shape(model, plan)
+    images = _images(args, model, plan)
+    print(schedule.describe(plan.schedule, dataclasses.asdict(plan.guidance)), flush=True)
     for expert, adapter, strength in _adapters(adapters, model):
         params[expert] = lora.merge(params[expert], adapter, strength)
-    negative = pick(args.negative, defaults.negative_prompt)
-    encode = make_encoder(model, params, [negative, *args.prompt])
+    usual = model.sampling
+    negative = usual.negative_prompt if args.negative is None else args.negative
+    encode = text.make_encoder(model, params, [negative, *args.prompt])
     uncond = jnp.asarray(encode([negative]))
     policy = {expert: (params[expert], {}) for expert in model.experts}
-    encoders = {name: tree for name, tree in params.items() if name not in model.experts}
-    frames_of = jax.jit(
-        lambda encoders, image: condition.first_frame(
-            encoders, image[None] / 127.5 - 1, sampling.frames, model=model
-        )
-    )
-    first_frame = functools.partial(frames_of, encoders)
+    first_frame = _first_frames(params, model, plan)
     out = pathlib.Path(args.out)
     for i, prompt in enumerate(args.prompt):
-        ctx = encode([prompt])
-        cond = first_frame(images[i]) if images else None
-        frames = generate(
-            setup, policy, params["vae"], ctx, uncond, seed=args.seed, first_id=i, cond=cond
-        )[0]
-        video.write_mp4(out / f"{i:03d}.mp4", frames, defaults.fps)
+        frames = sampling.generate(
+            policy, params["vae"], encode([prompt]), uncond, model=model, plan=plan,
+            seed=args.seed, first_id=i, cond=first_frame(images[i]) if images else None,
+        )[0]  # fmt: skip
+        video.write_mp4(out / f"{i:03d}.mp4", frames, usual.fps)
         (out / f"{i:03d}.txt").write_text(prompt + "\n", encoding="utf-8")
         print(f"{out / f'{i:03d}.mp4'}  {prompt}", flush=True)
 
 
-def _images(args, model, sampling) -> list[np.ndarray]:
+def _plan(args, model: presets.ModelConfig, note: dict) -> settings.SamplingConfig:
+    """The sampler: of the note, of the flags where there is none, else of the model."""
+    usual = model.sampling
+
+    def given(flag: str):
+        value = getattr(args, flag)
+        return getattr(usual, flag) if value is None else value
+
+    def scale(expert: str) -> float:
+        value = getattr(args, f"guidance_{expert}")
+        of_note = note.get("guidance", {}).get(expert)
+        return value if value is not None else of_note or getattr(usual.guidance, expert)
+
+    solver = note.get("solver") or args.solver or "unipc"
+    levels = note.get("sigmas") if note.get("grid") == "explicit" else None
+    steps = schedule.make_schedule(
+        note.get("grid") or args.grid or ("unipc" if solver == "unipc" else "simple"),
+        note.get("steps") or given("steps"),
+        1.0 if levels else note.get("shift") or given("shift"),
+        note.get("boundary", model.boundary),
+        levels,
+    )
+    return settings.SamplingConfig(
+        schedule=steps,
+        guidance=presets.Guidance(high=scale("high"), low=scale("low")),
+        guidance_mode="batch",
+        height=given("height"),
+        width=given("width"),
+        frames=given("frames"),
+        solver=solver,
+        batch=args.batch,
+        vae_tile=args.vae_tile,
+    )
+
+
+def _first_frames(params: dict, model: presets.ModelConfig, plan: settings.SamplingConfig):
+    """A function image [H, W, 3] uint8 -> cond of the model, compiled once."""
+    encoders = {name: tree for name, tree in params.items() if name not in model.experts}
+
+    @jax.jit
+    def encode(encoders, image):
+        return condition.first_frame(encoders, image[None] / 127.5 - 1, plan.frames, model=model)
+
+    return functools.partial(encode, encoders)
+
+
+def _images(args, model, plan: settings.SamplingConfig) -> list[np.ndarray]:
     """The first frame [H, W, 3] of each prompt, cut to the size of the video; [] without images."""
     form = condition.kind(model)
     if form == "latents" and not args.image:
@@ -208,33 +156,17 @@ def _images(args, model, sampling) -> list[np.ndarray]:
             f"{len(args.image)} --image for {len(args.prompt)} --prompt; expected one for all, or "
             "one each"
         )
-    size = sampling.height, sampling.width
+    size = plan.height, plan.width
     images = [video.fit(video.read_image(path), *size) for path in args.image]
     return images * len(args.prompt) if len(images) == 1 else images
 
 
-def sampler_note(setup) -> dict:
-    """How a trained model is to be sampled, as exports say it: what makes the levels, and the
-    levels themselves (sigmas, with the shift applied)."""
-    sampling = setup.sampling
-    plan = sampling.schedule
-    return {
-        "grid": plan.grid,
-        "steps": plan.steps,
-        "shift": plan.shift,
-        "boundary": plan.boundary,
-        "solver": sampling.solver,
-        "guidance": dataclasses.asdict(sampling.guidance),
-        "sigmas": plan.sigmas[:-1].tolist(),
-    }
-
-
-def _sampler_note(args) -> dict:
+def _sampler_note(args, adapters: list[tuple]) -> dict:
     """The note of the adapter files, or of the model folder; {} where none is or flags differ."""
     if args.steps or args.grid or args.shift or args.solver:
         return {}
-    sources = [path for path, _, _ in map(_split, args.lora)]
-    notes = [convert_lora.read(path).metadata.get("wanjax.sampler") for path in sources]
+    sources = [path for path, _, _ in adapters]
+    notes = [lora_files.read(path).metadata.get("wanjax.sampler") for path in sources]
     folder = pathlib.Path(args.model) / "wanjax.json"
     if not any(notes) and folder.is_file():
         sources = [folder]
@@ -251,17 +183,6 @@ def _sampler_note(args) -> dict:
     return {}
 
 
-def _arguments(arguments: list[str]) -> list[tuple[str, str | None, float]]:
-    """[(path, expert or None, strength)] of FILE[:high|low][@strength] arguments."""
-    found = []
-    for argument in arguments:
-        path, expert, strength = _split(argument)
-        if not _is_number(strength):
-            raise ValueError(f"--lora {argument}: strength {strength!r} is not a number")
-        found.append((path, expert or None, float(strength)))
-    return found
-
-
 def _adapters(sources: list[tuple], model) -> list[tuple]:
     """[(expert, adapter tree, strength)] of [(path, expert or None, strength)]."""
     found = []
@@ -274,20 +195,6 @@ def _adapters(sources: list[tuple], model) -> list[tuple]:
                 )
             found.append((name, tree, strength))
     return found
-
-
-def _split(argument: str) -> tuple[str, str, str]:
-    """(path, expert or "", strength) of FILE[:high|low][@strength]."""
-    rest, _, strength = argument.rpartition("@") if "@" in argument else (argument, "", "1")
-    path, _, expert = rest.rpartition(":") if rest.endswith((":high", ":low")) else (rest, "", "")
-    return path, expert, strength
-
-
-def _is_number(value: str) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except ValueError:
-        return False
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ KINDS = ("ode", *STOCHASTIC)
 GUIDANCE_MODES = ("batch", "sequential")
 
 # 1 − σ below this counts as σ = 1, where `flow` has its singularity: covers diffusers UniPC
-# (1e-6) and Wan UniPC (3e-4 at shift 3), and leaves the integer timestep 999 alone. An exact
-# comparison misses both grids.
+# (1e-6) and Wan UniPC (3e-4 at shift 3), but not the integer timestep 999. An exact comparison
+# would miss both grids.
 SIGMA_ONE = 9e-4
 
 # ½·log 2π rounded to float32, as every reference has it; it cancels in ratios.
@@ -158,7 +158,7 @@ def rollout(
 
 
 def check_kernel(kind: str, eta: float) -> None:
-    """Raise ValueError for a kernel that is not stochastic, or that takes no such eta."""
+    """Raise ValueError for a kernel that is not stochastic, or an eta out of its range."""
     if kind not in STOCHASTIC:
         raise ValueError(f"sde.kind is {kind!r}; training needs one of {', '.join(STOCHASTIC)}")
     if kind != "linear" and not (eta > 0 and (kind != "cps" or eta <= 1)):
@@ -196,7 +196,7 @@ def solver_coefficients(sigmas, solver: str) -> np.ndarray:
     """Coefficients [I, 8] of the recurrence in the file docstring, float64.
 
     sigmas [I+1] are first rounded to float32, the levels that the compiled loop uses: log((1 −
-    σ)/σ) at σ = 0.999999 would otherwise belong to another level than the one applied.
+    σ)/σ) at σ = 0.999999 would otherwise belong to a different level from the one applied.
     """
     if solver not in SOLVERS:
         raise ValueError(f"sampling.solver is {solver!r}; expected one of {', '.join(SOLVERS)}")
@@ -214,7 +214,7 @@ def solver_coefficients(sigmas, solver: str) -> np.ndarray:
 
 
 def _match(x, v):
-    """Bring both arrays to one floating dtype of at least float32; their shapes must agree."""
+    """Convert both arrays to one floating dtype of at least float32; their shapes must agree."""
     if x.shape != v.shape:
         raise ValueError(
             f"latents have shape {x.shape} but {v.shape} was given with them; expected equal shapes"
@@ -229,7 +229,7 @@ def _expand(a_B, x):
 
 
 def _per_sample(sigma, x):
-    """Bring a level to [B] in the dtype of x."""
+    """Broadcast a level to [B] in the dtype of x."""
     sigma = jnp.asarray(sigma, x.dtype)
     if sigma.shape not in ((), x.shape[:1]):
         raise ValueError(
@@ -340,7 +340,7 @@ def _step_function(velocity, transition):
         if transition is None:
             return (c[5] * fixed + c[6] * m0 + c[7] * m1, fixed, m0, m1, store), None
         is_sde = step["slot"] >= 0
-        # the corrector would redo the last step without its noise
+        # the corrector would redo the previous step without its noise
         fixed = jnp.where(is_sde | step["after_sde"], x, fixed)
         x_sde, mean, _, logp_B = transition(x, v, step)
         entry = Trajectory(x, x_sde, logp_B, None if store.mean is None else mean)

@@ -13,7 +13,7 @@ Grids (u before the shift, N = steps):
   wan_unipc  linspace(0.999, 0, N+1)[:-1]       original Wan UniPC, diffusers DPM++; integer t
   wan_dpm    linspace(1, 0, N+1)[:-1]           original Wan DPM++; integer t
   explicit   the sigmas given                   diffusers set_timesteps(sigmas=...)
-Integer timesteps are truncated: the model is told floor(1000·σ) while the solver uses the exact σ.
+Integer timesteps are truncated: the model gets floor(1000·σ) while the solver uses the exact σ.
 
 Dimensions: I sampler steps.
 """
@@ -52,14 +52,14 @@ class Strategy:
     """Which steps are stochastic and trained (config section `sde`).
 
     name: a key of STRATEGIES.
-    window: steps per window (fraction: steps drawn at random, 0 = all).
+    window: steps per window (for fraction: steps drawn at random, 0 = all).
     low_window: steps of expert low's window, for dual_window; 0 = as many as expert high's.
     range: [lo, hi) of allowed steps; None = every step except the last.
     fraction: (from, to) of the trajectory, for fraction.
     candidates: steps to draw from, for global_window; None = the range.
     iters, decay: epochs spent on one window by mix_progressive, constant (None) or falling as the
       window advances: "linear" to 1, "exp" by e^-0.1 a step from step 13.
-    stride, roll_back: steps by which it advances (0 = window); start again after the last window.
+    stride: steps by which it advances (0 = window); roll_back: start over after the last window.
     include_last: allow the last step, whose Gaussian is too peaked for usual clip ranges.
     """
 

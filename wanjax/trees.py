@@ -64,4 +64,6 @@ def count(tree) -> int:
 
 def lerp(a, b, weight):
     """Return a + weight·(b − a) leaf by leaf, in the dtype of a."""
+    # optax.incremental_update, s·a + (1 − s)·b, changes equal values by rounding (1.5 becomes
+    # 1.4999999 at s = 0.1), so averages would drift from constants such as adapter scales
     return jax.tree.map(lambda x, y: (x + weight * (y.astype(x.dtype) - x)).astype(x.dtype), a, b)

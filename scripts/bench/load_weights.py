@@ -19,7 +19,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from convert import disk, files, names, weights
+from convert import disk, files, names, save, weights
 from wanjax import trees
 from wanjax.models import presets, wan
 from wanjax.parallel import sharding
@@ -91,10 +91,10 @@ def make(folder: pathlib.Path, model: presets.ModelConfig, layers: int | None) -
     }
     model = dataclasses.replace(model, wan=config)
     parts = {disk.EXPERTS[e]: tensors for e in model.experts}
-    with weights.fresh_folder(folder) as out:
+    with save.fresh_folder(folder) as out:
         for component, part in parts.items():
-            weights.write_component(out, component, part, weights.component_json(config, component))
-        weights.write_pipeline(model, parts, out)
+            save.write_component(out, component, part, save.component_json(config, component))
+        save.write_pipeline(model, parts, out)
 
 
 def drop(paths) -> None:

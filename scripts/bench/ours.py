@@ -21,10 +21,11 @@ import kernels
 import numpy as np
 from report_table import timed
 
-from configs import dmd2_wan22, grpo_wan22, nft_wan22
-from wanjax import optim, sampler, train, trees
-from wanjax import state as states
-from wanjax.algorithms import dmd2, grpo, nft
+from configs import default, dmd2_wan22, grpo_wan22, nft_wan22
+from wanjax import optim, sampler, sampling, settings, trees
+from wanjax import setup as setups
+from wanjax.algorithms import Tools, dmd2, grpo, nft
+from wanjax.data import Item
 from wanjax.losses import flow
 from wanjax.models import attention, blocks, lora, presets, quant, umt5, vae, wan
 from wanjax.parallel import sharding
@@ -88,8 +89,8 @@ def lora_step(args) -> dict:
     config, x0, ctx = _inputs(args, remat=args.remat)
     params = random_params(config, 0, args.weights)
     adapter = {"high": _place(lora.init(jax.random.key(1), params, rank=32, alpha=32.0))}
-    settings = {"high": optim.OptimConfig()}
-    opt = {"high": optim.make(settings["high"]).init(adapter["high"])}
+    own = {"high": settings.OptimConfig(**default.get_config().optim.high.to_dict())}
+    opt = {"high": optim.make(own["high"]).init(adapter["high"])}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(adapter, opt, params, x0, ctx, t):
@@ -100,7 +101,7 @@ def lora_step(args) -> dict:
             value, _ = flow.flow_loss(v, x0, noise)
             return value, {"loss": value}
 
-        return optim.step(loss, adapter, opt, {"high": (t,)}, settings)
+        return optim.step(loss, adapter, opt, {"high": (t,)}, own)
 
     def call(i):
         nonlocal adapter, opt
@@ -139,8 +140,8 @@ def _iteration(algorithm, config, args) -> dict:
     run = dict(dtype="bfloat16", remat=args.remat, num_layers=args.layers)
     model = dataclasses.replace(MODEL, wan=dataclasses.replace(MODEL.wan, **run))
     roles = {"teacher": model, "critic": model} if algorithm is dmd2 else {}
-    setup = train.make_setup(config, model, roles)
-    setup = dataclasses.replace(setup, rewards={"mean": 1.0})
+    setup = setups.make(config, model, roles)
+    setup = dataclasses.replace(setup, rewards=settings.RewardConfig({"mean": 1.0}, "stop"))
     algorithm.check(setup)
     keep = sharding.to_host if args.offload else lambda tree: tree
     draw = lambda seed: keep(random_params(model.wan, seed, args.weights))
@@ -150,8 +151,8 @@ def _iteration(algorithm, config, args) -> dict:
     ctx = jax.random.normal(jax.random.key(3), (prompts, args.text_rows, 4096))
     uncond = jax.random.normal(jax.random.key(4), (1, args.text_rows, 4096))
     brightness = lambda video, prompts: ({"mean": video.mean((1, 2, 3, 4), dtype=np.float64)}, {})
-    tools = states.Tools(_vae_params(model.vae), uncond, brightness)
-    item = states.Item(["p"] * prompts, ctx)
+    tools = Tools(_vae_params(model.vae), uncond, brightness)
+    item = Item(["p"] * prompts, ctx)
     parts = {"collect_s": [], "update_s": []}
     first = {}
 
@@ -174,8 +175,9 @@ def _iteration(algorithm, config, args) -> dict:
         parts["collect_s"].append(middle - start)
         parts["update_s"].append(time.perf_counter() - middle)
 
-    forwards = sum(algorithm.forwards(setup).values())  # a backward pass counts two
-    flops = forwards * wan.forward_flops(model.wan, states.token_grid(setup))
+    counted = getattr(algorithm, "forwards", lambda setup: {})  # a backward pass counts two
+    grid = sampling.token_grid(model, sampling.latent_shape(model, setup.sampling))
+    flops = sum(counted(setup).values()) * wan.forward_flops(model.wan, grid)
     warm_up = 2 if args.offload or args.remat == "offload" else 1  # see lora_step
     profiled = {"collect kernels": collect, "all kernels": lambda: update(collect())}
     few = argparse.Namespace(**vars(args) | {"repeats": min(args.repeats, 2)})  # as peer.py

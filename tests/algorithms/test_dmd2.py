@@ -14,10 +14,11 @@ import pytest
 
 from configs import default, dmd2_wan21, dmd2_wan22
 from tests import tiny
-from wanjax import export, optim, sample, sampler, schedule, train, trees
+from wanjax import export, sample, sampler, sampling, schedule, train, trees
+from wanjax import setup as setups
 from wanjax import state as states
-from wanjax.algorithms import dmd2
-from wanjax.data import video
+from wanjax.algorithms import Tools, distill, dmd2, phases
+from wanjax.data import Item, text, video
 from wanjax.losses import flow
 from wanjax.models import lora, presets, wan
 from wanjax.parallel import sharding
@@ -38,13 +39,15 @@ def _setup(model=tiny.MODEL, roles=None, **changes):
     given = {"sampling__guidance": presets.Guidance(1.0, 1.0), "schedule__steps": 4}
     given |= {k: v for k, v in changes.items() if not k.startswith("dmd2__")}
     setup = tiny.make_setup(model, **given)
-    fields = dict(prompts_per_step=2, group_size=2, micro_samples=4, student_every=1, ema_start=1)
+    fields = dict(items=2, group_size=2, micro_samples=4, student_every=1, ema_start=1)
+    fields["guidance"] = {"high": 4.0, "low": 4.0}
     fields |= {k.removeprefix("dmd2__"): v for k, v in changes.items() if k.startswith("dmd2__")}
     roles = {role: (roles or {}).get(role, model) for role in ("teacher", "critic")}
     critic = roles["critic"].experts
     experts = setup.experts if critic == model.experts else critic
-    critics = {"critic": {e: optim.OptimConfig(lr=1e-2) for e in experts}}
-    own = dict(algorithm=dmd2.Config(**fields), roles=roles, role_optim=critics)
+    critics = {e: tiny.adamw(lr=1e-2) for e in experts}
+    setup = tiny.replace_training(setup, role="critic", optim=critics)
+    own = dict(algorithm=tiny.algorithm_config(dmd2, roles, **fields), roles=roles)
     return tiny.shared(dataclasses.replace(setup, **own))
 
 
@@ -59,8 +62,8 @@ def _start(setup, **roles):
 
 def _collect(setup, state, x0=None):
     ctx, uncond = tiny.contexts()
-    tools = states.Tools(tiny.parameters()["vae"], uncond)
-    return dmd2.collect(state, setup, states.Item(["a", "b"], ctx, x0), tools)
+    tools = Tools(tiny.parameters()["vae"], uncond)
+    return dmd2.collect(state, setup, Item(["a", "b"], ctx, x0), tools)
 
 
 def _step(setup, state):
@@ -97,8 +100,8 @@ def _moved(setup):
     """A state at step 1 in which student, critic and teacher differ."""
     state = _start(setup).replace(step=jnp.ones((), jnp.int32))
     for role, seed in (("student", 7), ("critic", 8)):
-        moved = _stir(states.trainable(state, setup, role), seed)
-        state = states.replace_trainable(state, setup, moved, role)
+        moved = _stir(states.trainable(state, setup.training, role), seed)
+        state = states.replace_trainable(state, setup.training, moved, role)
     return state
 
 
@@ -127,15 +130,15 @@ def test_a_critic_equal_to_the_teacher_gives_the_student_no_gradient():
     """Without guidance, which a prompt equal to the negative one has; the student is elsewhere."""
     state, batch = _stirred()
     null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
-    fresh = states.trainable(_start(JOINT), JOINT, "critic")
-    equal = states.replace_trainable(state, JOINT, fresh, "critic")
+    fresh = states.trainable(_start(JOINT), JOINT.training, "critic")
+    equal = states.replace_trainable(state, JOINT.training, fresh, "critic")
     after, metrics = _update(
         JOINT, equal, dataclasses.replace(_only(batch, "student"), ctx_BSE=null)
     )
     for expert in BOTH:
         assert metrics[f"grad_norm/{expert}"] == 0 and metrics[f"dmd2/loss/{expert}"] == 0
         assert _updated()[1][f"grad_norm/{expert}"] > 1e-3
-    assert _equal(states.trainable(after, JOINT), states.trainable(state, JOINT))
+    assert _equal(states.trainable(after, JOINT.training), states.trainable(state, JOINT.training))
 
 
 def test_the_first_step_alarms_at_a_critic_that_is_not_the_teacher():
@@ -150,8 +153,10 @@ def test_the_first_step_alarms_at_a_critic_that_is_not_the_teacher():
         want = max(np.abs(a - b).max() for a, b in pairs)
         np.testing.assert_allclose(found["dmd2/critic_gap/low"], want, rtol=1e-6)
         assert len(look(found)) == 2
-    moved = _stir(states.trainable(state, JOINT, "critic")["high"], 8)
-    found = dmd2._critic_gaps(states.replace_trainable(state, JOINT, {"high": moved}, "critic"))
+    moved = _stir(states.trainable(state, JOINT.training, "critic")["high"], 8)
+    found = dmd2._critic_gaps(
+        states.replace_trainable(state, JOINT.training, {"high": moved}, "critic")
+    )
     assert found["dmd2/critic_gap/high"] > 0.1 and found["dmd2/critic_gap/low"] == 0
     assert not dmd2._critic_gaps(_distilled()[1][0])  # another variant
 
@@ -170,7 +175,7 @@ def test_each_pass_moves_its_own_role_and_nothing_else():
 def _noised(expert, name, x_s, sigma_s, noise=2):
     """(t_B, σ, x_t, velocity): clips of a pass at their scored levels, on the path of fixed noise
     (of that purpose) whose derivative by σ is the velocity."""
-    _, region = dmd2._draw(JOINT, 1, expert, name)
+    _, region = phases.draw(JOINT, 1, expert, name)
     keys, ids = [dmd2._key(JOINT, 1, expert, name, n) for n in (1, noise)], jnp.arange(4)
     u = region.u[0] + (region.u[1] - region.u[0]) * flow.uniform(keys[0], ids)
     t_B = jnp.clip(1000 * schedule.shift_map(u, 3.0), 20, 980)
@@ -202,7 +207,7 @@ def _compared(expert, sigma_s, base, critic, x0, x, sigma, ctx, null):
 def test_student_gradient_is_that_of_its_last_call_alone(expert, sigma_s):
     """An oracle in plain jax: g/N pulled back through one call, in which x and g are constants."""
     state, batch = _stirred()
-    exit_step, _ = dmd2._draw(JOINT, 1, expert, "student")
+    exit_step, _ = phases.draw(JOINT, 1, expert, "student")
     sigma = float(JOINT.sampling.schedule.sigmas[exit_step])
     x, base = batch.latents["student"][expert]["x"], state.params["student"][expert]
 
@@ -248,10 +253,10 @@ def test_critic_clips_end_where_the_next_expert_begins(solver):
         batch = _collect(tiny.shared(dataclasses.replace(JOINT, sampling=own)), state)
     policy = states.rollout_params(state)
     for expert, steps in (("high", range(2)), ("low", range(4))):
-        exit_step, _ = dmd2._draw(JOINT, 1, expert, "critic")
+        exit_step, _ = phases.draw(JOINT, 1, expert, "critic")
         assert exit_step > 0
         key = dmd2._key(JOINT, 1, expert, "critic", 0)
-        x = sampler.initial_noise(key, ids, states.latent_shape(JOINT))
+        x = sampler.initial_noise(key, ids, sampling.latent_shape(JOINT.model, JOINT.sampling))
         for i in range(exit_step + 1):
             name = schedule.expert_name(plan, i)
             run = _velocity(*policy[name], batch.ctx_BSE, batch.uncond_1SE)
@@ -301,7 +306,7 @@ def test_the_second_stage_starts_from_the_frozen_student_of_the_first():
     state = _start(setup)
     assert set(state.opt) == set(state.role_opt["critic"]) == {"low"}
     first = {"high": joint.adapters["default"]["high"], "low": joint.adapters["default"]["low"]}
-    state = states.start_from(state, setup, first).replace(step=jnp.ones((), jnp.int32))
+    state = states.start_from(state, setup.training, first).replace(step=jnp.ones((), jnp.int32))
     staged = _collect(setup, state)
     assert set(staged.latents["student"]) == {"low"}
     for name in ("student", "critic"):
@@ -311,7 +316,9 @@ def test_the_second_stage_starts_from_the_frozen_student_of_the_first():
     policy = states.rollout_params(state, "ema")
     assert _equal(policy["high"][1], first["high"]) and _equal(policy["low"][1], first["low"])
     with pytest.raises(ValueError, match="config.lora.rank"):
-        states.start_from(state, setup, {"low": trees.map_paths(lambda _, a: a[:1], first["low"])})
+        states.start_from(
+            state, setup.training, {"low": trees.map_paths(lambda _, a: a[:1], first["low"])}
+        )
 
 
 def test_a_shared_base_gives_what_full_copies_give():
@@ -319,7 +326,7 @@ def test_a_shared_base_gives_what_full_copies_give():
     state, batch = _stirred()
     merged = {e: lora.merge(_base()[e], state.adapters["critic"][e]) for e in BOTH}
     copies = _start(JOINT, teacher=_base(), critic=merged).replace(step=state.step)
-    copies = states.replace_trainable(copies, JOINT, state.adapters["default"])
+    copies = states.replace_trainable(copies, JOINT.training, state.adapters["default"])
     assert set(state.params) == {"student"} and set(copies.params) == {
         "student", "teacher", "critic",
     }  # fmt: skip
@@ -342,7 +349,7 @@ def _high_alone(setup):
     state = _start(setup).replace(step=joint.step)
     for role, name in (("student", "default"), ("critic", "critic")):
         part = jax.tree.map(jnp.copy, {"high": joint.adapters[name]["high"]})
-        state = states.replace_trainable(state, setup, part, role)
+        state = states.replace_trainable(state, setup.training, part, role)
     return state
 
 
@@ -404,14 +411,14 @@ def test_warm_start_lowers_the_regression_on_teacher_pairs_and_leaves_the_critic
 def test_a_small_student_learns_from_a_large_two_expert_teacher():
     setup, found, metrics = _distilled()
     assert trees.count(found[0].params["teacher"]) > 2 * trees.count(found[0].params["student"])
-    served = {dmd2._draw(setup, step, "high", "student")[1].teacher for step in range(3, 6)}
+    served = {phases.draw(setup, step, "high", "student")[1].teacher for step in range(3, 6)}
     assert served == {"high", "low"}
     for before, after, values in zip(found[3:-1], found[4:], metrics[3:], strict=True):
         assert _equal(after.params["teacher"], before.params["teacher"])
         assert not _equal(after.params["student"], before.params["student"])
         assert not _equal(after.params["critic"], before.params["critic"])
         assert np.isfinite(values["dmd2/loss/high"]) and values["dmd2/loss/high"] > 0
-    table = states.describe(found[0], setup)
+    table = states.describe(found[0], setup.training, setup.roles)
     for row in ("params/student/high", "params/critic/high"):
         assert any(line.startswith(row) and line.endswith("trained") for line in table.split("\n"))
     assert any("params/teacher/low" in r and r.endswith("frozen") for r in table.split("\n"))
@@ -427,8 +434,8 @@ WARM = _setup(
 def _warm():
     """A state of WARM whose student has moved, and its batch."""
     state = _start(WARM)
-    moved = _stir(states.trainable(state, WARM), 7)
-    state = states.replace_trainable(state, WARM, moved)
+    moved = _stir(states.trainable(state, WARM.training), 7)
+    state = states.replace_trainable(state, WARM.training, moved)
     return state, _collect(WARM, state)
 
 
@@ -438,12 +445,14 @@ def test_pairs_lie_on_the_teachers_own_trajectory():
     for (setup, batch), expert, end in (
         (alone, "high", 8), ((WARM, _warm()[1]), "high", 4), ((WARM, _warm()[1]), "low", 8),
     ):  # fmt: skip
-        exit_step, _ = dmd2._draw(setup, 0, expert, "warm")
-        fine = dmd2._fine(setup)
+        exit_step, _ = phases.draw(setup, 0, expert, "warm")
+        fine = phases.teacher_schedule(setup)
         assert fine.steps == 8 and set(fine.expert) == {0, 1}
         np.testing.assert_allclose(fine.sigmas[::2], setup.sampling.schedule.sigmas, atol=1e-12)
         x = sampler.initial_noise(
-            dmd2._key(setup, 0, expert, "warm", 0), jnp.arange(4), states.latent_shape(setup)
+            dmd2._key(setup, 0, expert, "warm", 0),
+            jnp.arange(4),
+            sampling.latent_shape(setup.model, setup.sampling),
         )
         null, teacher = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape), _base()
         for i in range(end):
@@ -469,7 +478,7 @@ def test_warm_start_regresses_each_expert_to_the_end_of_its_own_steps():
 
     after, metrics = _update(WARM, state, batch)
     for expert, sigma_s in (("high", 0.75), ("low", 0.0)):
-        exit_step, _ = dmd2._draw(WARM, 0, expert, "warm")
+        exit_step, _ = phases.draw(WARM, 0, expert, "warm")
         rest = state.params["student"][expert], batch.latents["warm"][expert]
         sigma = WARM.sampling.schedule.sigmas[exit_step]
         loss, grad = jax.value_and_grad(oracle)(
@@ -493,33 +502,35 @@ def test_texts_may_have_other_rows_than_the_negative_prompt():
         found = []
         for rows in (short, padded):
             texts = dict(ctx=ctx, uncond=uncond) | rows
-            tools = states.Tools(vae, texts["uncond"])
-            batch = dmd2.collect(state, WARM, states.Item(["a", "b"], texts["ctx"]), tools)
+            tools = Tools(vae, texts["uncond"])
+            batch = dmd2.collect(state, WARM, Item(["a", "b"], texts["ctx"]), tools)
             found.append((batch.latents, batch.ctx_BSE, batch.uncond_1SE))
         assert _equal(*found)
 
 
 def test_fresh_noise_and_real_latents():
     """SDE form: the anchor is x0 itself. Data: clips are real ones at the level of the exit."""
-    x0 = jax.random.normal(jax.random.key(5), (2, *states.latent_shape(JOINT)))
+    x0 = jax.random.normal(
+        jax.random.key(5), (2, *sampling.latent_shape(JOINT.model, JOINT.sampling))
+    )
     setup = _setup(dmd2__rollout="data_latent", sampling__solver="renoise", setup__experts=("low",))
     batch = _collect(setup, _start(setup), x0)
-    exit_step, _ = dmd2._draw(setup, 0, "low", "student")
+    exit_step, _ = phases.draw(setup, 0, "low", "student")
     key = dmd2._key(setup, 0, "low", "student", 0)
     noise = sampler.initial_noise(key, jnp.arange(4), x0.shape[1:])
     sigma = setup.sampling.schedule.sigmas[exit_step]
     want = (1 - sigma) * jnp.repeat(x0, 2, axis=0) + sigma * noise
     np.testing.assert_allclose(batch.latents["student"]["low"]["x"], want, atol=1e-6)
-    assert dmd2._phase(setup, "high").sigma_s == 0 and dmd2._phase(JOINT, "high").sigma_s == 0.75
+    assert phases.phase(setup, "high").sigma_s == 0 and phases.phase(JOINT, "high").sigma_s == 0.75
     with pytest.raises(ValueError, match="config.data.path"):
         _collect(setup, _start(setup))
 
 
 def test_draws_cover_every_exit_and_never_leave_the_expert():
     for expert, steps, (low, high) in (("high", {0, 1}, (875, 1000)), ("low", {2, 3}, (0, 875))):
-        draws = [dmd2._draw(JOINT, step, expert, "student") for step in range(40)]
+        draws = [phases.draw(JOINT, step, expert, "student") for step in range(40)]
         assert {exit_step for exit_step, _ in draws} == steps
-        assert draws[3] == dmd2._draw(JOINT, 3, expert, "student")
+        assert draws[3] == phases.draw(JOINT, 3, expert, "student")
         t = [1000 * schedule.shift_map(u, 3.0) for _, region in draws for u in region.u]
         assert low <= round(min(t), 9) and round(max(t), 9) <= high
         assert {region.teacher for _, region in draws} == {expert}
@@ -530,7 +541,6 @@ def test_draws_cover_every_exit_and_never_leave_the_expert():
     (dict(sampling__solver="unipc"), "config.sampling.solver is 'unipc'"),
     (dict(dmd2__rollout="backward"), "config.dmd2.rollout is 'backward'"),
     (dict(dmd2__t_hi=1000.0), "config.dmd2.t_lo and t_hi"),
-    (dict(dmd2__updates=2), "config.updates is 2"),
     (dict(sampling__batch=3), "config.sampling.batch = 3"),
     (dict(schedule__steps=1), "expert low has none of the 1 steps"),
     (dict(schedule__steps=1, setup__experts=("high",)), "give both experts steps"),
@@ -540,6 +550,13 @@ def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
     with pytest.raises(ValueError, match=text):
         dmd2.check(_setup(**changes))
     dmd2.check(JOINT)
+
+
+def test_several_updates_a_step_are_refused():
+    config = default.get_config()
+    config.updates = 2
+    with pytest.raises(ValueError, match="config.updates is 2"):
+        dmd2.make_config(config, {"teacher": tiny.MODEL, "critic": tiny.MODEL})
 
 
 @pytest.fixture(scope="module")
@@ -599,15 +616,18 @@ def test_an_exported_student_is_sampled_as_it_was_trained(whole, model, tmp_path
     shown = capsys.readouterr().out
     assert "grid explicit, 4 steps" in shown
     assert ["2", "0.750000", "750.000", "low", "1", "ODE"] in map(str.split, shown.splitlines())
-    params, loaded = sample.load_model(model)
+    params, loaded = setups.load_model(model)
     tree = trees.unflatten(_arrays(whole))["ema"]["high"]
     config = _config(model, tmp_path)
     config.sampling.batch = 1
-    setup = train.make_setup(config, loaded, {"teacher": loaded, "critic": loaded})
-    encode = sample.make_encoder(loaded, params, ["", "red circle"])
+    setup = setups.make(config, loaded, {"teacher": loaded, "critic": loaded})
+    encode = text.make_encoder(loaded, params, ["", "red circle"])
     policy = {"high": (lora.merge(params["high"], tree), {}), "low": (params["low"], {})}
     null = jnp.asarray(encode([""]))
-    frames = sample.generate(setup, policy, params["vae"], encode(["red circle"]), null, seed=0)
+    frames = sampling.generate(
+        policy, params["vae"], encode(["red circle"]), null,
+        model=setup.model, plan=setup.sampling, seed=0,
+    )  # fmt: skip
     video.write_mp4(tmp_path / "want.mp4", frames[0], loaded.sampling.fps)
     assert (tmp_path / "want.mp4").read_bytes() == (tmp_path / "out/000.mp4").read_bytes()
 
@@ -630,11 +650,11 @@ def test_dry_run_prints_the_roles_and_the_step_list(model, tmp_path, capsys):
 @pytest.mark.parametrize("preset", ["", "high", "low"])
 def test_recipes_have_known_keys_and_the_split_they_name(preset):
     known = default.get_config().to_dict()
-    train.check_keys(dmd2_wan21.get_config("14b").to_dict(), known)
+    setups.check_keys(dmd2_wan21.get_config("14b").to_dict(), known)
     config = dmd2_wan22.get_config(preset)
-    train.check_keys(config.to_dict(), known)
+    setups.check_keys(config.to_dict(), known)
     model = presets.MODELS["wan2.2_t2v_a14b"]
-    setup = train.make_setup(config, model, {"teacher": model, "critic": model})
+    setup = setups.make(config, model, {"teacher": model, "critic": model})
     dmd2.check(setup)
     assert setup.sampling.schedule.expert.tolist() == [1, 1, 0, 0]
     assert setup.algorithm.guidance == {"high": 4.0, "low": 3.0}
@@ -653,7 +673,7 @@ GAN = _setup(
 
 
 def _clips(seed=3):
-    shape = (2, *states.latent_shape(GAN))
+    shape = (2, *sampling.latent_shape(GAN.model, GAN.sampling))
     return 2 + 0.1 * jax.random.normal(jax.random.key(seed), shape)
 
 
@@ -670,7 +690,7 @@ def _critic_steps(state, steps):
 
 def test_gan_head_learns_to_tell_clips_apart_and_then_moves_the_student():
     start = _start(GAN)
-    heads = lambda state: state.adapters["critic"]["low"][dmd2.HEAD]
+    heads = lambda state: state.adapters["critic"]["low"][distill.HEAD]
     state, history = _critic_steps(jax.tree.map(jnp.copy, start), 25)
     first, last = history[0], history[-1]
     np.testing.assert_allclose(first["critic/gan_loss/low"], 2 * np.log(2), rtol=1e-6)
@@ -764,7 +784,7 @@ def _assert_gradient(got, want):
 
 def _head_logits(base, critic, x_t, t_B, ctx):
     """Logits [B, L] of a critic's head on its last block, the only one tapped of two."""
-    head = critic[dmd2.HEAD]
+    head = critic[distill.HEAD]
     (h,) = wan.features(base, critic, x_t, t_B, ctx, config=tiny.WAN, layers=(1,))
     h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-6)
     h = jax.nn.silu(h @ head["hidden"]["kernel"][0] + head["hidden"]["bias"][:, None])
@@ -776,7 +796,7 @@ def test_gan_gradient_and_ratio_weights_are_those_of_the_heads_logits(expert, si
     """Both parts of the student's gradient, in which each clip has its own js weight, then loss and
     ratio pair by pair, and the running means that ratios are divided by."""
     state, batch = _heads()
-    exit_step, _ = dmd2._draw(JOINT, 1, expert, "student")
+    exit_step, _ = phases.draw(JOINT, 1, expert, "student")
     sigma = float(JOINT.sampling.schedule.sigmas[exit_step])
     x, base = batch.latents["student"][expert]["x"], state.params["student"][expert]
 
@@ -849,19 +869,19 @@ def test_gan_does_not_depend_on_micro_batches_and_resumes():
     (one, _), (two, _) = (_update(setup, state, batch) for setup in (GAN, split))
     _close(one.running, two.running, 1e-6)
     _close(one.adapters, two.adapters, 1e-3)
-    kept = states.saved(one, GAN)
-    again = states.with_saved(_start(GAN), GAN, kept)
+    kept = states.saved(one, GAN.training)
+    again = states.with_saved(_start(GAN), GAN.training, kept)
     assert _equal(again, one)
 
 
 def test_gan_with_full_weights_trains_the_critics_own_tree():
-    setup = dataclasses.replace(GAN, lora=states.LoraConfig(rank=0))
+    setup = tiny.replace_training(GAN, rank=0)
     state = _start(setup)
     batch = _only(_collect(setup, state, _clips()), "critic")
     after, metrics = _update(setup, state, batch)
     assert metrics["critic/gan_loss/low"] > 0
     assert not _equal(
-        after.params["critic"]["low"][dmd2.HEAD], state.params["critic"]["low"][dmd2.HEAD]
+        after.params["critic"]["low"][distill.HEAD], state.params["critic"]["low"][distill.HEAD]
     )
     assert _equal(after.params["student"], state.params["student"])
 

@@ -10,9 +10,10 @@ import optax
 import pytest
 
 from tests import tiny
-from wanjax import optim, trees
+from wanjax import optim, settings, trees
 from wanjax import state as states
-from wanjax.algorithms import grpo
+from wanjax.algorithms import Tools, grpo
+from wanjax.data import Item
 from wanjax.models import presets
 from wanjax.parallel import sharding
 
@@ -26,18 +27,23 @@ def _collect(setup, state=None):
     ctx, uncond = tiny.contexts()
     texts = ["a", "b"]
     batch = grpo.collect(
-        state, setup, states.Item(texts, ctx),
-        states.Tools(params["vae"], uncond, tiny.mean_reward),
+        state, setup, Item(texts, ctx),
+        Tools(params["vae"], uncond, tiny.mean_reward),
     )  # fmt: skip
     return state, batch
 
 
+def _rewarded(setup, weights):
+    """The same Setup with other rewards."""
+    return dataclasses.replace(setup, rewards=settings.RewardConfig(weights, "stop"))
+
+
 def _stir(state, setup, scale=0.3):
     """Move the trained weights away from their start, so that nothing is zero."""
-    leaves, treedef = jax.tree.flatten(states.trainable(state, setup))
+    leaves, treedef = jax.tree.flatten(states.trainable(state, setup.training))
     keys = jax.random.split(jax.random.key(7), len(leaves))
     moved = [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return states.replace_trainable(state, setup, jax.tree.unflatten(treedef, moved))
+    return states.replace_trainable(state, setup.training, jax.tree.unflatten(treedef, moved))
 
 
 def _ratios(metrics):
@@ -85,13 +91,15 @@ def test_the_first_optimizer_steps_metrics_are_told_beside_the_merged_ones():
 
 def test_each_expert_has_its_own_learning_rate_and_clip_range():
     setup = tiny.make_setup(algorithm__clip={"high": 1e9, "low": 1e-9})
-    rates = {"high": optim.OptimConfig(lr=0.0), "low": optim.OptimConfig(lr=1e-2)}
-    setup = dataclasses.replace(setup, optim=rates)
+    rates = {"high": tiny.adamw(lr=0.0), "low": tiny.adamw(lr=1e-2)}
+    setup = tiny.replace_training(setup, optim=rates)
     state, batch = _collect(setup)
-    before = states.trainable(_stir(state, setup, 0.02), setup)
-    after, metrics = grpo.update(states.replace_trainable(state, setup, before), setup, batch)
+    before = states.trainable(_stir(state, setup, 0.02), setup.training)
+    after, metrics = grpo.update(
+        states.replace_trainable(state, setup.training, before), setup, batch
+    )
     assert metrics["grpo/clip_frac/high"] == 0 < metrics["grpo/clip_frac/low"]
-    moved = states.trainable(after, setup)
+    moved = states.trainable(after, setup.training)
     same = lambda e: all(map(np.array_equal, *map(jax.tree.leaves, (moved[e], before[e]))))
     assert same("high") and not same("low")
     assert 0.2 < metrics["grpo/v_rms/high"] < 5
@@ -106,7 +114,7 @@ def test_a_window_that_walks_off_the_trained_expert_is_refused_at_the_start():
 
 def test_two_rewards_are_normalised_each_on_its_own_over_random_windows():
     setup = tiny.make_setup(algorithm__advantage="gdpo", strategy__name="mix_random")
-    setup = dataclasses.replace(setup, rewards={"mean": 1.0, "thousand": 0.5})
+    setup = _rewarded(setup, {"mean": 1.0, "thousand": 0.5})
     ctx, uncond = tiny.contexts()
     state, _ = _collect(tiny.make_setup())
 
@@ -114,12 +122,12 @@ def test_two_rewards_are_normalised_each_on_its_own_over_random_windows():
         (mean,), _ = (list(found.values()) for found in tiny.mean_reward(video, prompts))
         return {"mean": mean, "thousand": -1000 * mean}, {}
 
-    tools = states.Tools(tiny.parameters()["vae"], uncond, reward)
-    batch = grpo.collect(state, setup, states.Item(["a", "b"], ctx), tools)
+    tools = Tools(tiny.parameters()["vae"], uncond, reward)
+    batch = grpo.collect(state, setup, Item(["a", "b"], ctx), tools)
     # opposed rewards: only the weights differ, the scale of the second does not count
-    alone = dataclasses.replace(setup, rewards={"mean": 1.0})
+    alone = _rewarded(setup, {"mean": 1.0})
     tools = dataclasses.replace(tools, reward=tiny.mean_reward)
-    want = grpo.collect(state, alone, states.Item(["a", "b"], ctx), tools)
+    want = grpo.collect(state, alone, Item(["a", "b"], ctx), tools)
     np.testing.assert_array_equal(want.steps_W, batch.steps_W)
     np.testing.assert_allclose(
         np.corrcoef(batch.adv_B, want.adv_B)[0, 1], 1, atol=1e-3
@@ -148,9 +156,7 @@ def test_the_velocity_norm_ratio_is_that_to_the_reference():
     """Full weights whose last layer is doubled give velocities of twice the norm."""
     beta = {"high": 0.1, "low": 0.1}
     setup = tiny.make_setup(lora__rank=0, algorithm__kl_beta=beta, optim__lr=0.0)
-    setup = dataclasses.replace(
-        setup, sampling=dataclasses.replace(setup.sampling, guidance=presets.Guidance(1.0, 1.0))
-    )
+    setup = tiny.replace_sampling(setup, guidance=presets.Guidance(1.0, 1.0))
     state, batch = _collect(setup)
     double = lambda path, x: 2 * x if path.startswith("proj_out/") else x
     student = {e: trees.map_paths(double, t) for e, t in state.params["student"].items()}
@@ -339,9 +345,7 @@ def test_a_reward_that_is_not_finite_stops_with_step_phase_and_prompt():
         return {"mean": scores}, {}
 
     with pytest.raises(FloatingPointError, match="step 0, phase reward: sample 1 .'a'"):
-        grpo.collect(
-            state, setup, states.Item(["a", "b"], ctx), states.Tools(params["vae"], uncond, broken)
-        )
+        grpo.collect(state, setup, Item(["a", "b"], ctx), Tools(params["vae"], uncond, broken))
 
 
 def test_a_batch_of_another_policy_is_refused():

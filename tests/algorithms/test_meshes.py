@@ -11,21 +11,35 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import optim
 from wanjax import state as states
-from wanjax.algorithms import dmd2, grpo, nft, sft
+from wanjax.algorithms import Tools, dmd2, grpo, nft, sft
+from wanjax.data import Item
 from wanjax.models import presets
 from wanjax.parallel import sharding
 
 KL = {"high": 0.1, "low": 0.1}
 GROUPS = dict(group_size=4, prompts_per_step=2, micro_samples=4)
 CASES = {
-    "grpo": (grpo, grpo.Config(**GROUPS, clip={"high": 1e-3, "low": 1e-3}, kl_beta=KL)),
-    "nft": (nft, nft.Config(**GROUPS, loss="nft", kl_beta=KL)),
-    "awm": (nft, nft.Config(**GROUPS, loss="awm", kl_beta=KL)),
-    "dpo": (nft, nft.Config(**GROUPS, loss="dpo", kl_beta=KL)),
-    "sft": (sft, sft.Config(prompts_per_step=4, micro_samples=4)),
-    "dmd2": (dmd2, dmd2.Config(**GROUPS | {"group_size": 2}, student_every=1, ema_start=1)),
+    "grpo": (
+        grpo,
+        tiny.algorithm_config(grpo, **GROUPS, clip={"high": 1e-3, "low": 1e-3}, kl_beta=KL),
+    ),
+    "nft": (nft, tiny.algorithm_config(nft, **GROUPS, loss="nft", kl_beta=KL)),
+    "awm": (nft, tiny.algorithm_config(nft, **GROUPS, loss="awm", kl_beta=KL)),
+    "dpo": (nft, tiny.algorithm_config(nft, **GROUPS, loss="dpo", kl_beta=KL)),
+    "sft": (sft, tiny.algorithm_config(sft, clips=4, micro_samples=4)),
+    "dmd2": (
+        dmd2,
+        tiny.algorithm_config(
+            dmd2,
+            items=2,
+            group_size=2,
+            micro_samples=4,
+            student_every=1,
+            ema_start=1,
+            guidance={"high": 4.0, "low": 4.0},
+        ),
+    ),
 }
 MESHES = [
     {"data": 4}, {"fsdp": 4}, {"context": 2}, {"tensor": 2}, {"stage": 2},
@@ -46,9 +60,10 @@ def _case(name):
     one = {} if algorithm is grpo else {"sampling__guidance": presets.Guidance(1.0, 1.0)}
     setup = dataclasses.replace(tiny.make_setup(**one), algorithm=config)
     if algorithm is dmd2:
-        critics = {"critic": {e: optim.OptimConfig(lr=1e-2) for e in setup.experts}}
+        critics = {e: tiny.adamw(lr=1e-2) for e in setup.experts}
+        setup = tiny.replace_training(setup, role="critic", optim=critics)
         roles = dict.fromkeys(("teacher", "critic"), setup.model)
-        setup = dataclasses.replace(setup, roles=roles, role_optim=critics)
+        setup = dataclasses.replace(setup, roles=roles)
     params = tiny.parameters()
     student = {e: params[e] for e in setup.experts}
     state = algorithm.init(jax.random.key(0), setup, {"student": student})
@@ -58,8 +73,8 @@ def _case(name):
         rows = 4
         x0 = np.random.default_rng(1).normal(size=(rows, 2, 2, 2, 4)).astype(np.float32)
     ctx, uncond = tiny.contexts(rows)
-    item = states.Item([str(n) for n in range(rows)], np.asarray(ctx), x0)
-    tools = states.Tools(params["vae"], uncond, tiny.mean_reward)
+    item = Item([str(n) for n in range(rows)], np.asarray(ctx), x0)
+    tools = Tools(params["vae"], uncond, tiny.mean_reward)
     return algorithm, setup, state, algorithm.collect(state, setup, item, tools)
 
 

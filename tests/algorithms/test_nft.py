@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import default
 from tests import tiny
-from wanjax import sampler, schedule, trees
+from wanjax import sampler, sampling, schedule, trees
 from wanjax import state as states
-from wanjax.algorithms import nft
+from wanjax.algorithms import Tools, nft
+from wanjax.data import Item
 from wanjax.losses import awm, flow
 from wanjax.losses import nft as losses
 from wanjax.models import presets, wan
@@ -22,8 +24,14 @@ def _setup(**changes):
     changes = {"sampling__guidance": presets.Guidance(1.0, 1.0), **changes}
     setup = tiny.make_setup(**{k: v for k, v in changes.items() if not k.startswith("nft__")})
     fields = dict(group_size=4, prompts_per_step=2, micro_samples=4)
+    fields["kl_beta"] = {"high": 1e-4, "low": 1e-4}
     fields |= {k.removeprefix("nft__"): v for k, v in changes.items() if k.startswith("nft__")}
-    return tiny.shared(dataclasses.replace(setup, algorithm=nft.Config(**fields)))
+    return tiny.shared(dataclasses.replace(setup, algorithm=tiny.algorithm_config(nft, **fields)))
+
+
+def awm_settings(**changes):
+    """The settings of AWM by configs/default.py with some changed."""
+    return awm.Settings(**default.get_config().awm.to_dict() | changes)
 
 
 def _start(setup):
@@ -34,9 +42,7 @@ def _start(setup):
 def _collect(setup, state):
     ctx, uncond = tiny.contexts()
     vae = tiny.parameters()["vae"]
-    return nft.collect(
-        state, setup, states.Item(["a", "b"], ctx), states.Tools(vae, uncond, tiny.mean_reward)
-    )
+    return nft.collect(state, setup, Item(["a", "b"], ctx), Tools(vae, uncond, tiny.mean_reward))
 
 
 def _stir(tree, scale=0.3):
@@ -57,7 +63,7 @@ def test_old_and_ema_start_as_exact_copies(rank):
     setup = _setup(lora__rank=rank)
     state = _start(setup)
     for name in ("old", "ema"):
-        assert _equal(states.averaged(state, name), states.trainable(state, setup))
+        assert _equal(states.averaged(state, name), states.trainable(state, setup.training))
 
 
 def test_experts_in_host_memory_take_the_same_steps():
@@ -78,14 +84,16 @@ def test_a_restored_state_takes_the_same_step_bit_for_bit(tmp_path, loss, rank):
     state, metrics = nft.update(_start(setup), setup, _collect(setup, _start(setup)))
     for name in ("old", "ema"):
         state = states.average(state, name, _stir(states.averaged(state, name), 0.1))
-    checkpoint.save(tmp_path, 1, states.saved(state, setup), {})
+    checkpoint.save(tmp_path, 1, states.saved(state, setup.training), {})
     fresh = _start(setup)
-    tree, _ = checkpoint.restore(tmp_path, 1, states.saved(fresh, setup))
-    back = states.with_saved(fresh, setup, tree)
-    assert _equal(states.saved(back, setup), states.saved(state, setup))
+    tree, _ = checkpoint.restore(tmp_path, 1, states.saved(fresh, setup.training))
+    back = states.with_saved(fresh, setup.training, tree)
+    assert _equal(states.saved(back, setup.training), states.saved(state, setup.training))
     assert _equal(states.averaged(back, "old"), states.averaged(state, "old"))
     ends = [nft.update(s, setup, _collect(setup, s)) for s in (state, back)]
-    assert _equal(states.saved(ends[0][0], setup), states.saved(ends[1][0], setup))
+    assert _equal(
+        states.saved(ends[0][0], setup.training), states.saved(ends[1][0], setup.training)
+    )
     assert _equal(ends[0][1], ends[1][1])
     if loss == "nft":
         for expert in ("high", "low"):
@@ -101,8 +109,8 @@ def test_a_step_depends_neither_on_micro_batches_nor_on_the_mesh(loss):
     the reference are elsewhere than the trained policy."""
     own = dict(nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.1}, nft__micro_samples=2)
     state, batch = _start(_setup()), _collect(_setup(), _start(_setup()))
-    moved = _stir(states.trainable(state, _setup()), 0.1)
-    state = states.replace_trainable(state, _setup(), moved)
+    moved = _stir(states.trainable(state, _setup().training), 0.1)
+    state = states.replace_trainable(state, _setup().training, moved)
     state = states.average(state, "old", _stir(moved, 0.1))
     other = "v_rms/", "norm_ratio/", "_std/", "_min/", "_max/", "start/"  # not means over samples
 
@@ -133,7 +141,9 @@ def test_rollouts_follow_old_and_not_the_trained_policy():
     setup = _setup()
     state = _start(setup)
     base = _collect(setup, state).x0_B
-    trained = states.replace_trainable(state, setup, _stir(states.trainable(state, setup)))
+    trained = states.replace_trainable(
+        state, setup.training, _stir(states.trainable(state, setup.training))
+    )
     np.testing.assert_array_equal(_collect(setup, trained).x0_B, base)
     moved = states.average(state, "old", _stir(states.averaged(state, "old")))
     assert not np.allclose(_collect(setup, moved).x0_B, base, atol=1e-3)
@@ -144,8 +154,12 @@ def _rollout_inputs(setup, state):
     key, ids = jax.random.fold_in(jax.random.key(setup.seed), int(state.step)), jnp.arange(8)
     ctx, uncond = tiny.contexts()
     policy = states.rollout_params(state, "old")
-    velocities = states.policy_velocities(policy, jnp.repeat(ctx, 4, axis=0), uncond, setup=setup)
-    return velocities, sampler.initial_noise(key, ids, states.latent_shape(setup)), key, ids
+    model, plan = setup.model, setup.sampling
+    velocities = sampling.velocities(
+        policy, jnp.repeat(ctx, 4, axis=0), uncond, config=model.wan, plan=plan
+    )
+    noise = sampler.initial_noise(key, ids, sampling.latent_shape(model, plan))
+    return velocities, noise, key, ids
 
 
 def test_rollouts_take_the_solver_of_the_run():
@@ -195,7 +209,7 @@ def test_old_and_ema_follow_their_decays(monkeypatch, kind):
 
     def spy(state, setup, name, decay):
         if name == "ema":
-            trained.append(states.trainable(state, setup))
+            trained.append(states.trainable(state, setup.training))
         return follow(state, setup, name, decay)
 
     monkeypatch.setattr(nft, "_follow", spy)
@@ -205,10 +219,10 @@ def test_old_and_ema_follow_their_decays(monkeypatch, kind):
     after, metrics = nft.update(state, setup, _collect(setup, state))
     decay = float(losses.old_decay(2, kind))
     assert metrics["nft/old_decay"] == decay
-    want = trees.lerp(states.trainable(after, setup), before, decay)
+    want = trees.lerp(states.trainable(after, setup.training), before, decay)
     assert _equal(states.averaged(after, "old"), want)
     if kind == 0:
-        assert _equal(states.averaged(after, "old"), states.trainable(after, setup))
+        assert _equal(states.averaged(after, "old"), states.trainable(after, setup.training))
     assert len(trained) == 2 and not _equal(*trained)
     for taken, tree in enumerate(trained, 1):
         ema = trees.lerp(tree, ema, min((1 + taken) / (10 + taken), 0.9))
@@ -238,12 +252,15 @@ def _written_out(setup, state, batch, expert):
     def total(adapter):
         v, adv = velocity(adapter), batch.adv_B
         if config.loss == "awm":
-            rest = awm.awm_loss(v, old, base, None, batch.x0_B, noise, sigma, adv, **given)[0]
+            alone = dataclasses.replace(config.awm, ema_kl_beta=0.0)
+            rest = awm.awm_loss(
+                v, old, base, None, batch.x0_B, noise, sigma, adv, settings=alone, **given
+            )[0]
             return rest + 0.3 * jnp.square(v - ema).mean()
         given_nft = dict(nft_beta=config.beta, mode=config.mode)
         return losses.nft_loss(v, old, base, batch.x0_B, x_t, sigma, adv, **given, **given_nft)[0]
 
-    value, gradient = jax.value_and_grad(total)(states.trainable(state, setup)[expert])
+    value, gradient = jax.value_and_grad(total)(states.trainable(state, setup.training)[expert])
     pairs = [x for path, x in trees.flatten(gradient).items() if path[-2:] in ("/a", "/b")]
     return value, np.sqrt(sum(np.square(x).sum() for x in pairs))
 
@@ -253,13 +270,15 @@ def test_an_update_is_the_loss_of_trained_old_ema_and_base_velocities(loss, scal
     """The four policies differ, and so do the experts' penalties and guidance; NFT reads no ema."""
     setup = _setup(
         nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.2}, nft__micro_samples=8,
-        nft__awm=dict(ema_kl_beta=0.3),
+        nft__awm=awm_settings(ema_kl_beta=0.3),
         nft__timesteps=1, nft__train_guidance=True,
         sampling__guidance=presets.Guidance(*map(float, scales)),
     )  # fmt: skip
     state = _start(setup)
     batch = _collect(setup, state)
-    state = states.replace_trainable(state, setup, _stir(states.trainable(state, setup), 0.1))
+    state = states.replace_trainable(
+        state, setup.training, _stir(states.trainable(state, setup.training), 0.1)
+    )
     for name, scale in (("old", 0.2), ("ema", 0.3)):
         state = states.average(state, name, _stir(states.averaged(state, name), scale))
     want = {expert: _written_out(setup, state, batch, expert) for expert in ("high", "low")}
@@ -309,9 +328,11 @@ def _errors(setup, state, batch, expert):
     sigma, t = data[expert]["sigma_UT"][:, 0], data[expert]["t_UT"][:, 0]
     ids = jnp.arange(len(t)) * setup.algorithm.timesteps
     noise = sampler.initial_noise(data[expert]["key"], ids, batch.x0_B.shape[1:])
-    params, adapter = states.rollout_params(state)[expert]
-    uncond = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
-    run = states.velocity(setup, expert, params, adapter, batch.ctx_BSE, uncond)
+    policy = states.rollout_params(state)[expert]
+    run = sampling.velocity(
+        policy, batch.ctx_BSE, batch.uncond_1SE, config=setup.model.wan,
+        scale=getattr(setup.sampling.guidance, expert), mode=setup.sampling.guidance_mode,
+    )  # fmt: skip
     v = run(flow.add_noise(batch.x0_B, noise, sigma), t)
     return np.asarray(flow.flow_error(v, batch.x0_B, noise))
 
@@ -332,7 +353,7 @@ def test_an_update_fits_good_samples_and_unfits_bad_ones():
         assert change[good].mean() < 0 < change[~good].mean(), (expert, change)
 
 
-AWM = dict(nft__loss="awm", nft__awm=dict(ema_kl_beta=1.0), nft__old_decay=0)
+AWM = dict(nft__loss="awm", nft__awm=awm_settings(ema_kl_beta=1.0), nft__old_decay=0)
 DPO = dict(nft__loss="dpo", nft__micro_samples=2)
 
 
@@ -393,7 +414,7 @@ def test_a_batch_of_another_policy_is_refused():
     (dict(nft__old_decay=7), "config.nft.old_decay is 7"),
     (dict(nft__timesteps=5), "config.nft.timesteps is 5 but expert high has 2"),
     (dict(nft__loss="ppo"), "config.nft.loss is 'ppo'"),
-    (dict(nft__loss="awm", nft__awm={"weighting": "x"}), "config.awm.weighting is 'x'"),
+    (dict(nft__loss="awm", nft__awm=awm_settings(weighting="x")), "config.awm.weighting is 'x'"),
 ])  # fmt: skip
 def test_settings_that_cannot_run_are_refused_before_compiling(changes, text):
     with pytest.raises(ValueError, match=text):

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on a random two-expert model: levels, dropout, validation, gradients."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from wanjax import sampler, schedule
+from wanjax import sampler, schedule, settings
 from wanjax import state as states
-from wanjax.algorithms import sft
+from wanjax.algorithms import Tools, sft
+from wanjax.data import Item
 from wanjax.losses import flow
+from wanjax.models import wan
 from wanjax.parallel import sharding
 
 B, S = 8, 5
@@ -19,11 +22,13 @@ I2V = dataclasses.replace(tiny.MODEL, wan=dataclasses.replace(tiny.WAN, in_chann
 
 
 def _setup(model=tiny.MODEL, **changes):
-    own = {"prompts_per_step": B, "micro_samples": B}
+    own = {"clips": B, "micro_samples": B}
     own |= {k.removeprefix("sft__"): v for k, v in changes.items() if k.startswith("sft__")}
     rest = {k: v for k, v in changes.items() if not k.startswith("sft__")}
     setup = tiny.make_setup(model, **rest)
-    return tiny.shared(dataclasses.replace(setup, algorithm=sft.Config(**own), rewards={}))
+    rewards = settings.RewardConfig({}, "stop")
+    config = tiny.algorithm_config(sft, **own)
+    return tiny.shared(dataclasses.replace(setup, algorithm=config, rewards=rewards))
 
 
 def _start(setup):
@@ -35,10 +40,10 @@ def _start(setup):
 def item():
     ctx, _ = tiny.contexts(B, S)
     x0 = 0.5 + 0.1 * np.random.default_rng(1).normal(size=(B, 2, 2, 2, 4)).astype(np.float32)
-    return states.Item([f"clip {n}" for n in range(B)], np.asarray(ctx), x0)
+    return Item([f"clip {n}" for n in range(B)], np.asarray(ctx), x0)
 
 
-TOOLS = states.Tools({}, tiny.contexts(B, S)[1])
+TOOLS = Tools({}, tiny.contexts(B, S)[1])
 BOTH = _setup(sft__weighting="bell", sft__micro_samples=4, sft__bins=2, sft__caption_dropout=0.5)
 LOW = _setup(setup__experts=("low",), sft__timesteps=2, sft__caption_dropout=0.0)
 
@@ -93,7 +98,7 @@ def test_only_the_trained_expert_moves_and_is_measured(item):
 def test_updates_do_not_depend_on_how_micro_batches_are_cut(item, changes):
     whole = BOTH if "sft__mix_experts" in changes else LOW
     own = {k.removeprefix("sft__"): v for k, v in changes.items()}
-    cut = states.Setup(**{**vars(whole), "algorithm": dataclasses.replace(whole.algorithm, **own)})
+    cut = tiny.replace_algorithm(whole, **own)
     _, want = _metrics(whole, item)
     _, got = _metrics(cut, item)
     assert set(got) == set(want)
@@ -107,8 +112,8 @@ def test_eight_devices_take_the_step_of_one(item):
         spread, got = _metrics(LOW, item)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
-    for a, b in zip(jax.tree.leaves(states.trainable(spread, LOW)),
-                    jax.tree.leaves(states.trainable(state, LOW)), strict=True):  # fmt: skip
+    for a, b in zip(jax.tree.leaves(states.trainable(spread, LOW.training)),
+                    jax.tree.leaves(states.trainable(state, LOW.training)), strict=True):  # fmt: skip
         # Adam turns a gradient of 1e-9 of either sign into a whole step
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 
@@ -143,12 +148,9 @@ def test_the_loss_is_flow_matching_at_the_drawn_levels(item):
     noise = sampler.initial_noise(data["key"], jnp.arange(B), item.x0_PTHWC.shape[1:])
     sigma = np.asarray(t, np.float64).reshape(B, 1, 1, 1, 1) / 1000
     x_t = jnp.asarray((1 - sigma) * item.x0_PTHWC + sigma * np.asarray(noise), jnp.float32)
-    flat = dataclasses.replace(setup.sampling, guidance=type(setup.sampling.guidance)(1.0, 1.0))
-    plain = states.Setup(**{**vars(setup), "sampling": flat})
     params, adapter = states.rollout_params(state)["high"]
-    v = jax.jit(lambda p, a, x, t: states.velocity(plain, "high", p, a, batch.ctx_BSE, None)(x, t))(
-        params, adapter, x_t, t
-    )
+    denoise = jax.jit(functools.partial(wan.denoise, config=setup.model.wan))
+    v = denoise(params, adapter, x_t, t, batch.ctx_BSE)
     error = ((np.asarray(v, np.float64) - (noise - item.x0_PTHWC)) ** 2).mean((1, 2, 3, 4))
     _, metrics = sft.update(state, setup, batch)
     want = (flow.bell_weight(np.asarray(t), 3.0) * error).mean()
@@ -187,10 +189,10 @@ def test_validation_is_the_error_at_fixed_levels_and_noise(item):
     ids = jnp.arange(B)
     noise = sampler.initial_noise(sft._key(setup, 0, -1), ids, item.x0_PTHWC.shape[1:])
     x_t = flow.add_noise(item.x0_PTHWC, noise, 0.90625)
-    params, adapter = states.rollout_params(state)["high"]
-    v, _, _ = jax.jit(sft._predict, static_argnums=7)(
-        params, adapter, item.x0_PTHWC, noise, jnp.full(B, 906.25), item.ctx_PSE, None, setup
-    )
+    v, _, _ = jax.jit(sft._predict, static_argnames="config")(
+        states.rollout_params(state)["high"], item.x0_PTHWC, noise, jnp.full(B, 906.25),
+        item.ctx_PSE, None, config=setup.model.wan,
+    )  # fmt: skip
     want = flow.flow_error(v, item.x0_PTHWC, noise)
     np.testing.assert_allclose(found["eval/t875-937.5/high"], want, rtol=1e-4)
     assert np.isfinite(x_t).all()
@@ -204,7 +206,7 @@ def test_a_first_frame_is_an_input_and_not_scored(item):
     other[:, :1] += 3.0
     state, found = _start(setup), []
     for x0 in (item.x0_PTHWC, other):
-        given = states.Item(item.texts, item.ctx_PSE, x0, first)
+        given = Item(item.texts, item.ctx_PSE, x0, first)
         found.append(sft.validate(state, setup, given, TOOLS)["eval/loss/high"])
     np.testing.assert_array_equal(*found)
     rng = np.random.default_rng(2)
@@ -212,7 +214,7 @@ def test_a_first_frame_is_an_input_and_not_scored(item):
     state = _start(setup)
     for _ in range(2):
         cond = {"latents": rng.normal(size=(B, 2, 2, 2, 8)).astype(np.float32)}
-        given = states.Item(item.texts, item.ctx_PSE, item.x0_PTHWC, cond)
+        given = Item(item.texts, item.ctx_PSE, item.x0_PTHWC, cond)
         found.append(sft.validate(state, setup, given, TOOLS)["eval/loss/high"])
     assert (found[2] != found[3]).all()
 
@@ -223,7 +225,7 @@ def test_a_step_takes_the_first_frame_as_an_input(item):
 
     def moments(setup, x0, cond):
         state = _start(setup)
-        given = states.Item(item.texts, item.ctx_PSE, x0, cond)
+        given = Item(item.texts, item.ctx_PSE, x0, cond)
         state, _ = sft.update(state, setup, sft.collect(state, setup, given, TOOLS))
         return [np.asarray(x) for x in jax.tree.leaves(state.opt) if x.ndim > 1]
 
@@ -243,7 +245,7 @@ def test_a_step_takes_the_first_frame_as_an_input(item):
 def test_texts_alone_and_batches_of_another_policy_are_refused(item):
     setup, state = LOW, _start(LOW)
     with pytest.raises(ValueError, match="config.data.path are texts alone"):
-        sft.collect(state, setup, states.Item(item.texts, item.ctx_PSE), TOOLS)
+        sft.collect(state, setup, Item(item.texts, item.ctx_PSE), TOOLS)
     batch = sft.collect(state, setup, item, TOOLS)
     with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
         sft.update(state.replace(step=state.step + 1), setup, batch)

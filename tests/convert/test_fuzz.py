@@ -1,7 +1,6 @@
 """Damaged and hostile files: always a one-line ValueError or a full read, never anything else."""
 
 import json
-import pathlib
 import random
 import resource
 import shutil
@@ -14,17 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from convert import disk, export, files, lora, weights
-from tests.convert import tiny
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden/lora"
+from convert import account, disk, files, layouts, save, weights
+from convert.lora import read
+from tests.convert import published, tiny
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     config = tiny.dataclasses.replace(tiny.CONFIG, experts=("high",), boundary=None)
-    weights.save_diffusers(tiny.params(config), config, folder)
+    save.save_diffusers(tiny.params(config), config, folder)
     return folder
 
 
@@ -102,7 +100,7 @@ def test_damaged_checkpoint_files_are_refused_or_read(model, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(1500):
         path.write_bytes(mutate_safetensors(data, rng))
-        action = lambda: disk.plan(disk.read(folder), "transformer")
+        action = lambda: account.plan(disk.read(folder), "transformer")
         refused += not outcome(action, path)
     assert refused > 1200
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
@@ -111,18 +109,18 @@ def test_damaged_checkpoint_files_are_refused_or_read(model, tmp_path):
 def test_damaged_adapters_are_refused_or_read(tmp_path):
     """1,000 mutations over all golden adapters, all tensors read."""
     rng, refused = random.Random(1), 0
-    sources = [p.read_bytes() for p in sorted(GOLDEN.glob("*.safetensors"))]
+    sources = [p.read_bytes() for p in sorted(published.ADAPTERS.glob("*.safetensors"))]
     path = tmp_path / "x.safetensors"
     for k in range(1000):
         path.write_bytes(mutate_safetensors(sources[k % len(sources)], rng))
-        refused += not outcome(lambda: lora.read(path), path)
+        refused += not outcome(lambda: read.read(path), path)
     assert refused > 700
 
 
 def full_check(folder):
     checkpoint = disk.read(folder)
     for component in ("transformer", "vae"):
-        disk.plan(checkpoint, component)
+        account.plan(checkpoint, component)
     disk.model_config(checkpoint)
 
 
@@ -134,7 +132,7 @@ def test_damaged_json_files_are_refused_or_read(model, tmp_path):
     tensors = files.open_folder(folder / "transformer")[0]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "transformer" / f"{shard}.index.json").write_text(json.dumps(index))
-    assert outcome(lambda: disk.plan(disk.read(folder), "transformer"), folder)
+    assert outcome(lambda: account.plan(disk.read(folder), "transformer"), folder)
     paths = sorted(p for p in folder.rglob("*.json") if "tokenizer" not in p.parts)
     for k in range(300):
         path = paths[k % len(paths)]
@@ -159,7 +157,7 @@ def test_damaged_torch_and_gguf_files_are_refused_or_read(model, tmp_path):
     """300 mutations each; zip entries that unpack to more than they hold are refused."""
     rng = random.Random(3)
     tensors = disk.read(model).tensors["transformer"]
-    named = export.original_names("transformer", tensors)
+    named = layouts.original_names("transformer", tensors)
     torch.save({n: torch.tensor(t.all()) for n, t in named.items()}, tmp_path / "a.pth")
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "wan")
     for name, tensor in named.items():
@@ -200,21 +198,21 @@ def test_small_factors_of_an_enormous_matrix_are_refused(tmp_path, kind):
         tensors |= {f"{module}.hada_w{k}_b": wide.T for k in (1, 2)}
     lazy = {n: files.of_array(a) for n, a in tensors.items()}
     files.write_safetensors(tmp_path / "x.safetensors", lazy)
-    with pytest.raises(ValueError, match="more than Wan has"):
-        lora.read(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="larger than any in Wan"):
+        read.read(tmp_path / "x.safetensors")
 
 
 def test_a_failing_conversion_leaves_nothing_behind(model, tmp_path, capsys):
     folder = shutil.copytree(model, tmp_path / "m")
     path = folder / "vae/diffusion_pytorch_model.safetensors"
     data = path.read_bytes()
-    for layout in export.LAYOUTS:
+    for layout in layouts.LAYOUTS:
         path.write_bytes(data[:-3])
-        assert export.main([str(folder), "--to", layout, "--out", str(tmp_path / "o")]) == 1
+        assert weights.main([str(folder), "--to", layout, "--out", str(tmp_path / "o")]) == 1
         path.write_bytes(data)
         checkpoint = disk.read(folder)
         path.write_bytes(data[:-3])  # cut after its header was checked, found when it is read
         with pytest.raises(ValueError, match="cut short"):
-            export.write(checkpoint, tmp_path / "o", layout)
+            layouts.write(checkpoint, tmp_path / "o", layout)
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
     assert np.all(["error:" in line for line in capsys.readouterr().err.splitlines()])

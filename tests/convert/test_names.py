@@ -1,35 +1,16 @@
 """convert/names.py against the published name lists of every variant (tests/golden/wan)."""
 
-import json
-import pathlib
-
 import numpy as np
 import pytest
 
 from convert import names
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden/wan"
-PATTERNS = json.loads((GOLDEN / "key_patterns.json").read_text())
-LISTS = sorted(p.stem for p in GOLDEN.glob("keys_*.json"))
+from tests.convert import published
 
 
-def component(stem):
-    kinds = {"keys_vae": "vae", "keys_text": "text_encoder", "keys_image": "image_encoder"}
-    return next((c for k, c in kinds.items() if stem.startswith(k)), "transformer")
-
-
-def key_list(stem):
-    data = json.loads((GOLDEN / f"{stem}.json").read_text())
-    naming = "original" if data.get("naming", "diffusers").startswith("original") else "diffusers"
-    keys = {k: tuple(v["shape"]) for k, v in data["keys"].items()}
-    keys.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight
-    return naming, keys
-
-
-@pytest.mark.parametrize("stem", LISTS)
+@pytest.mark.parametrize("stem", published.LISTS)
 def test_every_published_name_maps_to_the_other_naming_and_back(stem):
-    naming, keys = key_list(stem)
-    table = names.rules(component(stem), keys)
+    naming, keys = published.key_list(stem)
+    table = names.rules(published.component(stem), keys)
     if naming == "original":
         for name in keys:
             new, _ = names.to_diffusers(name, table)
@@ -40,18 +21,18 @@ def test_every_published_name_maps_to_the_other_naming_and_back(stem):
             assert names.to_diffusers(old, table)[0][part] == name
 
 
-@pytest.mark.parametrize("stem", LISTS)
+@pytest.mark.parametrize("stem", published.LISTS)
 def test_component_and_naming_are_recognised(stem):
-    naming, keys = key_list(stem)
-    assert [f[:2] for f in names.detect(keys)] == [(component(stem), naming)]
+    naming, keys = published.key_list(stem)
+    assert [f[:2] for f in names.detect(keys)] == [(published.component(stem), naming)]
     wrapped = ["model.diffusion_model." + k for k in keys]
-    if component(stem) == "transformer":
+    if published.component(stem) == "transformer":
         assert names.detect(wrapped) == [("transformer", naming, "model.diffusion_model.")]
 
 
 @pytest.mark.parametrize("version", ["2.1", "2.2"])
 def test_vae_names_equal_the_published_table(version):
-    table = PATTERNS[f"vae_wan{version}"]["table"]
+    table = published.PATTERNS[f"vae_wan{version}"]["table"]
     rules = names.rules("vae", [d for _, d in table])
     assert rules == names.rules("vae", [o for o, _ in table])
     for original, diffusers in table:
@@ -61,7 +42,7 @@ def test_vae_names_equal_the_published_table(version):
 
 @pytest.mark.parametrize("group", ["block", "core", "image_conditioning", "vace", "animate"])
 def test_transformer_rules_equal_the_published_patterns(group):
-    for row in PATTERNS["transformer"][group]:
+    for row in published.PATTERNS["transformer"][group]:
         if row["diffusers"] is None:
             continue
         for p in row.get("p", [""]):
@@ -126,7 +107,7 @@ def test_special_variants_are_named():
         ("keys_wan2.2_fun_a14b_control_camera", "Fun camera control"),
         ("keys_wan2.1_t2v_1.3b", None),
     ):
-        naming, keys = key_list(stem)
+        naming, keys = published.key_list(stem)
         table = names.rules("transformer", keys)
         if naming == "original":
             keys = [d for k in keys for d in names.to_diffusers(k, table)[0]]

@@ -1,304 +1,36 @@
-"""convert/weights.py: diffusers folders in and out, accounting, placement."""
+"""The command python -m convert.weights."""
 
-import json
-import os
-import pathlib
-import shutil
-import socket
-import subprocess
-import sys
-
-import diffusers
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-import pytest
-import torch
-import transformers
 
-from convert import disk, files, weights
+from convert import disk, files, save, weights
 from tests.convert import tiny
-from wanjax import trees
-from wanjax.models import quant, wan
-from wanjax.parallel import sharding
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A two-expert folder that save_diffusers wrote, and the parameters in it."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    params = tiny.params()
-    weights.save_diffusers(params, tiny.CONFIG, folder)
-    return folder, params
+def test_command_converts_and_reports(saved, tmp_path, capsys):
+    args = [str(saved[0]), "--to", "original", "--out", str(tmp_path / "o"), "--dtype", "bfloat16"]
+    assert weights.main([*args, "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert "transformer_2" in text and "worst relative error" in text
+    raw, _ = files.open_folder(tmp_path / "o/high_noise_model")
+    assert raw["blocks.0.ffn.0.weight"].dtype == ml_dtypes.bfloat16
+    assert raw["blocks.0.modulation"].dtype == np.float32
+    assert weights.main(args) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
 
 
-@pytest.fixture
-def broken(saved, tmp_path):
-    """A copy of the folder to damage."""
-    return shutil.copytree(saved[0], tmp_path / "broken")
-
-
-def test_saved_folder_loads_back_bit_for_bit(saved):
-    folder, params = saved
-    got, config = weights.load(folder)
-    assert config == tiny.CONFIG
-    assert tiny.equal(got, params)
-
-
-def test_diffusers_and_transformers_load_the_saved_folder(saved):
-    folder, params = saved
-    for expert, component in disk.EXPERTS.items():
-        model, info = diffusers.WanTransformer3DModel.from_pretrained(
-            folder / component, output_loading_info=True
-        )
-        assert not any(info.values())
-        _check_state(model, params[expert])
-    vae = diffusers.AutoencoderKLWan.from_pretrained(folder / "vae")
-    _check_state(vae, params["vae"])
-    text = transformers.UMT5EncoderModel.from_pretrained(folder / "text_encoder")
-    _check_state(text, params["text_encoder"])
-    pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=None)
-    assert pipe.config.boundary_ratio == 0.875
-    assert pipe.scheduler.config.flow_shift == 3.0
-
-
-def _check_state(model, tree):
-    state = {k: v for k, v in model.state_dict().items() if k != "encoder.embed_tokens.weight"}
-    mine = weights.of_tree(tree)
-    assert set(state) == set(mine)
-    for name, value in state.items():
-        np.testing.assert_array_equal(value.numpy(), mine[name].all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sharded_folders_of_diffusers_load_exactly(tmp_path, dtype):
-    high, low = tiny.torch_transformer(seed=0).to(dtype), tiny.torch_transformer(seed=1).to(dtype)
-    for component, model in (("transformer", high), ("transformer_2", low)):
-        model.save_pretrained(tmp_path / component, max_shard_size="40KB")
-    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 2
-    tiny.torch_vae().save_pretrained(tmp_path / "vae")
-    tiny.torch_text().save_pretrained(tmp_path / "text_encoder")
-    (tmp_path / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.9}))
-    params, config = weights.load(tmp_path)
-    assert (config.experts, config.boundary) == (("high", "low"), 0.9)
-    for expert, model in (("high", high), ("low", low)):
-        mine = weights.of_tree(params[expert])
-        for name, value in model.state_dict().items():
-            assert mine[name].dtype == str(value.dtype).removeprefix("torch.")
-            np.testing.assert_array_equal(value.float(), mine[name].all().astype(np.float32))
-
-
-def test_shards_have_the_right_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.write_sharded, "__defaults__", (20_000,))
-    weights.save_diffusers(tiny.params(), tiny.CONFIG, tmp_path / "m")
-    index = json.loads(
-        (tmp_path / "m/transformer/diffusion_pytorch_model.safetensors.index.json").read_text()
+def test_one_file_goes_onto_both_experts_with_different_strengths(tmp_path):
+    save.save_diffusers(tiny.params(), tiny.CONFIG, tmp_path / "m")
+    path = tiny.save_adapter(
+        tmp_path / "style.safetensors", tiny.pair(tiny.Q) | {f"{tiny.Q}.alpha": np.asarray(1.0)}
     )
-    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "m/transformer")
-    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert tiny.equal(weights.load(tmp_path / "m")[0], tiny.params())
-
-
-def test_dtype_applies_to_matmul_weights_only(saved):
-    params, _ = weights.load(saved[0], dtype=jnp.bfloat16)
-    flat = trees.flatten(params["high"])
-    assert flat["blocks/attn1/to_q/kernel"].dtype == jnp.bfloat16
-    for path in ("blocks/scale_shift_table", "blocks/norm2/scale", "blocks/attn1/norm_q/scale"):
-        assert flat[path].dtype == jnp.float32
-    want = jnp.asarray(saved[1]["high"]["proj_out"]["kernel"], jnp.bfloat16)
-    np.testing.assert_array_equal(flat["proj_out/kernel"], want)
-
-
-@pytest.mark.parametrize(
-    "shape,chunk,small",
-    [
-        ({"data": 8}, 1 << 30, 1 << 30),
-        ({"fsdp": 4, "tensor": 2}, 9000, 0),
-        ({"context": 8}, 1 << 30, 2000),
-    ],
-)
-def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, chunk, small):
-    monkeypatch.setattr(weights, "_CHUNK", chunk)
-    monkeypatch.setattr(weights, "_SMALL", small)
-    mesh = sharding.make_mesh(shape)
-    tree, config = weights.load_component(saved[0], "transformer", mesh=mesh)
-    assert tiny.equal(jax.device_get(tree), jax.device_get(saved[1]["high"]))
-    kernel = trees.flatten(tree)["blocks/attn1/to_q/kernel"]
-    parts = shape.get("fsdp", 1) * shape.get("tensor", 1) * shape.get("context", 1)
-    assert kernel.addressable_shards[0].data.size * parts == kernel.size
-
-
-def test_a_tensor_split_over_local_devices_is_read_once(saved, monkeypatch):
-    """Its shards together are read as one contiguous range, not once for each device."""
-    count, fill = [0], files.fill
-
-    def counted(jobs):
-        jobs = list(jobs)
-        count[0] += sum(out.nbytes for _, _, out in jobs)
-        fill(jobs)
-
-    monkeypatch.setattr(files, "fill", counted)
-    read = []
-    for shape in ({"data": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "stage": 2, "data": 2}):
-        count[0] = 0
-        weights.load_component(saved[0], "transformer", mesh=sharding.make_mesh(shape))
-        read.append(count[0])
-    assert read[0] > 0 and read == [read[0]] * 3
-
-
-def test_chunked_load_without_mesh_equals_the_plain_load(saved, monkeypatch):
-    monkeypatch.setattr(weights, "_CHUNK", 6000)
-    assert tiny.equal(weights.load(saved[0])[0], saved[1])
-
-
-@pytest.mark.parametrize("dtype", ["float8", "int8"])
-def test_a_quantised_load_equals_quantising_what_was_loaded(saved, dtype):
-    loaded, _ = weights.load(saved[0], dtype=dtype)
-    want = trees.flatten(wan.store(weights.load(saved[0], dtype=jnp.bfloat16)[0]["high"], dtype))
-    flat = trees.flatten(loaded["high"])
-    assert set(flat) == set(want)
-    assert flat["blocks/attn1/to_q/kernel"].dtype == quant.DTYPES[dtype]
-    for path, leaf in want.items():
-        assert flat[path].dtype == leaf.dtype
-        np.testing.assert_array_equal(np.asarray(flat[path]), np.asarray(leaf), err_msg=path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(loaded["vae"])} == {jnp.dtype(jnp.bfloat16)}
-
-
-def _edit(folder, change):
-    """Rewrite transformer/ with its tensors changed by change(dict)."""
-    path = folder / "transformer/diffusion_pytorch_model.safetensors"
-    tensors, _ = files.open_safetensors(path)
-    data = {n: t.all() for n, t in tensors.items()}
-    change(data)
-    files.write_safetensors(path, {n: files.of_array(a) for n, a in data.items()})
-
-
-def test_layers_of_different_dtypes_meet_in_float32(broken):
+    args = [str(tmp_path / "m"), "--to", "diffusers", "--out", str(tmp_path / "out")]
+    assert weights.main([*args, "--lora", f"{path}:high@3.0", "--lora", f"{path}:low@1.5"]) == 0
+    old, new = disk.read(tmp_path / "m").tensors, disk.read(tmp_path / "out").tensors
     name = "blocks.1.attn1.to_q.weight"
-    want = {}
-
-    def change(d):
-        for n in d:
-            if "attn1.to_q.weight" in n and n != name:
-                d[n] = d[n].astype(jnp.bfloat16)
-        want.update(d)
-
-    _edit(broken, change)
-    kernel = weights.load(broken)[0]["high"]["blocks"]["attn1"]["to_q"]["kernel"]
-    assert kernel.dtype == jnp.float32
-    for layer in range(3):
-        tensor = want[f"blocks.{layer}.attn1.to_q.weight"]
-        np.testing.assert_array_equal(kernel[layer], tensor.T.astype(np.float32))
-
-
-def test_missing_tensors_are_named(broken):
-    _edit(broken, lambda d: (d.pop("blocks.1.attn1.to_q.weight"), d.pop("proj_out.bias")))
-    with pytest.raises(ValueError, match=r"transformer has .* 2 missing: .*blocks\.1\.attn1\.to_q"):
-        weights.load(broken)
-
-
-def test_unexpected_and_misshapen_tensors_are_named_with_shapes(broken):
-    def change(d):
-        d["blocks.7.norm2.bias"] = np.zeros(32, np.float32)
-        d["proj_out.weight"] = np.zeros((16, 31), np.float32)
-
-    _edit(broken, change)
-    pattern = r"1 unexpected: blocks\.7.*1 of wrong shape: proj_out.weight is \(16, 31\), expected"
-    with pytest.raises(ValueError, match=pattern) as error:
-        weights.load(broken)
-    assert "\n" not in str(error.value)
-
-
-def test_a_truncated_file_is_named(broken):
-    path = broken / "transformer/diffusion_pytorch_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="diffusion_pytorch_model.safetensors.*truncated"):
-        weights.load(broken)
-
-
-@pytest.mark.parametrize(
-    "name", ["../transformer/diffusion_pytorch_model.safetensors", "/etc/passwd", "", "..", 3]
-)
-def test_an_index_that_leaves_the_folder_is_refused(broken, name):
-    index = {"metadata": {}, "weight_map": {"proj_out.bias": name}}
-    file = broken / "transformer/diffusion_pytorch_model.safetensors.index.json"
-    file.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="index.json"):
-        weights.load(broken)
-
-
-def test_boundary_without_a_second_expert_is_refused(broken):
-    shutil.rmtree(broken / "transformer_2")
-    with pytest.raises(ValueError, match="boundary_ratio 0.875 .* no transformer_2"):
-        weights.load(broken)
-
-
-def test_unknown_config_keys_are_ignored_with_a_warning(broken):
-    path = broken / "vae/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_output": False}))
-    with pytest.warns(UserWarning, match="clip_output"):
-        weights.load(broken)
-
-
-def test_output_appears_whole_or_not_at_all(tmp_path, saved):
-    with pytest.raises(ValueError, match="exists and is not empty"):
-        weights.save_diffusers(saved[1], tiny.CONFIG, saved[0])
-    wrong = {"high": {"blocks": {"x": {"kernel": np.zeros((2, 3, 3), object)}}}}
-    with pytest.raises(KeyError):
-        weights.save_diffusers(wrong, tiny.CONFIG, tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []
-
-
-_TWO_PROCESSES = """
-import sys, json
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
-from convert import disk, files, weights
-from wanjax.parallel import sharding
-taken = []
-def count(tensor):
-    def read(index):
-        part = tensor.read(index)
-        taken.append(part.nbytes)
-        return part
-    return files.replace(tensor, read=read)
-checkpoint = disk.read(folder)
-tensors = {n: count(t) for n, t in checkpoint.tensors["transformer"].items()}
-shapes = disk.plan(checkpoint, "transformer")
-mesh = sharding.make_mesh({"fsdp": 2})
-tree = weights.place(tensors, shapes, "transformer", mesh=mesh)
-config = disk.model_config(checkpoint)
-params = {"high": tree, "low": tree}
-weights.save_diffusers(params, config, out)
-print("taken", sum(taken), sum(t.nbytes for t in tensors.values()))
-"""
-
-
-def test_two_processes_read_their_own_shards_and_save_together(saved, tmp_path):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = str(s.getsockname()[1])
-    env = os.environ | {
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(pathlib.Path(weights.__file__).parents[1]),
-    }
-    command = [sys.executable, "-c", _TWO_PROCESSES]
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(saved[0]), str(tmp_path / "out")],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    out = [run.communicate(timeout=300)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    for text in out:
-        taken, total = map(int, text.split("taken ")[1].split())
-        assert taken < 0.75 * total  # half of the matrices and all of the small vectors
-    tree, _ = weights.load_component(tmp_path / "out", "transformer_2")
-    assert tiny.equal(tree, saved[1]["high"])
+    change = [new[c][name].all() - old[c][name].all() for c in ("transformer", "transformer_2")]
+    a, b = tiny.pair(tiny.Q).values()
+    np.testing.assert_allclose(change[0], 3.0 * 0.5 * b @ a, atol=2e-6)
+    np.testing.assert_allclose(change[1], 1.5 * 0.5 * b @ a, atol=2e-6)
+    other = "blocks.0.attn1.to_q.weight"
+    assert (new["transformer"][other].all() == old["transformer"][other].all()).all()

@@ -1,4 +1,4 @@
-"""Tiny Wan models for the converter tests: configs, random parameters, diffusers' own modules."""
+"""Tiny Wan models and adapters for the converter tests: configs, random values, comparisons."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import transformers
 
+from convert import files
 from wanjax import trees
 from wanjax.models import presets, umt5, vae, wan
 
@@ -101,3 +102,60 @@ def equal(a, b) -> bool:
     a, b = trees.flatten(a), trees.flatten(b)
     same = lambda x, y: x.dtype == y.dtype and bool((x == y).all()) and x.shape == y.shape
     return set(a) == set(b) and all(same(a[k], b[k]) for k in a)
+
+
+def same(got, want):
+    """Assert that lazy tensors have the same names, shapes, dtypes and bytes."""
+    assert set(got) == set(want), sorted(set(got) ^ set(want))[:5]
+    for name, tensor in want.items():
+        a, b = got[name].all(), tensor.all()
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert a.tobytes() == b.tobytes(), name
+
+
+def edit(folder, change):
+    """Rewrite transformer/ with its tensors changed by change(dict)."""
+    path = folder / "transformer/diffusion_pytorch_model.safetensors"
+    tensors, _ = files.open_safetensors(path)
+    data = {n: t.all() for n, t in tensors.items()}
+    change(data)
+    files.write_safetensors(path, {n: files.of_array(a) for n, a in data.items()})
+
+
+# ---- adapters ----
+
+Q = "diffusion_model.blocks.1.self_attn.q"
+FULL = {"blocks/attn1/to_q": (4, 2.0), "blocks/ffn.net.2": (2, 5.0), "proj_out": (3, 3.0)}
+
+
+def make_trees(config=CONFIG, modules=FULL):
+    """Random adapter trees on both experts; {module: (rank, alpha)}."""
+    rng = np.random.default_rng(0)
+    shapes = trees.flatten(jax.eval_shape(lambda: wan.init(jax.random.key(0), config.wan)))
+    out = {}
+    for expert in config.experts:
+        flat = {}
+        for module, (rank, alpha) in modules.items():
+            *stack, fan_in, fan_out = shapes[f"{module}/kernel"].shape
+            flat[f"{module}/a"] = rng.standard_normal((*stack, fan_in, rank), np.float32)
+            flat[f"{module}/b"] = rng.standard_normal((*stack, rank, fan_out), np.float32)
+            flat[f"{module}/scale"] = np.full(stack, alpha / rank, np.float32)
+        out[expert] = trees.unflatten({k: jax.numpy.asarray(v) for k, v in flat.items()})
+    return out
+
+
+def save_adapter(path, tensors, metadata=None):
+    """Write an adapter file; returns its path."""
+    lazy = {n: files.of_array(np.asarray(a)) for n, a in tensors.items()}
+    files.write_safetensors(path, lazy, metadata)
+    return path
+
+
+def pair(module, rank=2, fan_in=32):
+    """{key: array} of a random low-rank pair of a module with 32 outputs."""
+    rng = np.random.default_rng(len(module))
+    a = rng.standard_normal((rank, fan_in), np.float32)
+    return {
+        f"{module}.lora_A.weight": a,
+        f"{module}.lora_B.weight": rng.standard_normal((32, rank), np.float32),
+    }

@@ -15,9 +15,9 @@ import safetensors.numpy
 import torch
 
 from tests import tiny
-from wanjax import sample, train
+from wanjax import setup as setups
 from wanjax.data import __main__ as command
-from wanjax.data import cache, latents, video
+from wanjax.data import cache, latents, text, video
 from wanjax.models import vae
 from wanjax.parallel import sharding
 
@@ -26,7 +26,7 @@ SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    return sample.load_model(tiny.save_model(tmp_path_factory.mktemp("model")))
+    return setups.load_model(tiny.save_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_each_file_is_used_at_its_bucket_or_named_with_the_reason(built):
         "small.png": "8x8 would have to be enlarged to 16x16 (--size)",
         "cut.mp4": "not readable as a video",
     }  # fmt: skip
-    for name, text in reasons.items():
-        assert text in found.pop(name), name
+    for name, reason in reasons.items():
+        assert reason in found.pop(name), name
     assert found == {name: b for name, b in buckets.items() if name != "one.mp4"}
     assert len(_files(out)) == 7
     table = cache.table(outcomes)
@@ -93,7 +93,7 @@ def test_arrays_are_those_of_the_models_own_encoders(built, clips, model):
     x_BTHWC = jnp.asarray(frames, jnp.float32)[None] / 127.5 - 1
     want = jax.jit(functools.partial(vae.encode, config=config.vae))(params["vae"], x_BTHWC)[0]
     np.testing.assert_allclose(arrays["latents"], want, atol=1e-5)
-    encode = sample.make_encoder(config, params, ["red circle"])
+    encode = text.make_encoder(config, params, ["red circle"])
     rows = arrays["text"]
     np.testing.assert_allclose(rows, encode(["red circle"])[0, : len(rows)], atol=1e-5)
     known = cache.header(out / "clips" / f"{outcome.key}.safetensors")
@@ -133,7 +133,9 @@ def test_the_first_frame_that_the_trainer_gets_is_diffusers_encoding_of_it(clips
 
     own = dict(data__path=str(out), data__batch=1, data__holdout=0.0, eval__prompts="")
     config = tiny.make_config(path, tmp_path, **own, data__first_frame=model is TI2V)
-    stream = train._latent_stream(config, latents.read(out), *sample.load_model(path))
+    params, loaded = setups.load_model(path)
+    stream = setups.clip_stream(config, latents.read(out), loaded)
+    latents.check_encoders(stream.source, params)
     items = {item.x0_PTHWC.shape[1]: item for item in map(stream.at, range(len(stream.clips)))}
     found = {name: np.asarray(array) for name, array in items[2].cond.items()}
     if model is I2V:

@@ -160,7 +160,9 @@ def test_data_that_does_not_fit_is_refused(folder, changes, text):
 
 def test_encoders_of_another_model_and_damaged_clips_are_named(tmp_path):
     source = latents.read(_write_cache(tmp_path / "a", {"vae": "0123"}))
-    with pytest.raises(ValueError, match="was made by another vae than that of config.model.path"):
+    with pytest.raises(
+        ValueError, match="was made by a different vae from that of config.model.path"
+    ):
         latents.check_encoders(source, tiny.parameters())
     (tmp_path / "a" / "clips" / "03.safetensors").write_bytes(b"\x10")
     with pytest.raises(ValueError, match="03.safetensors is damaged"):

@@ -34,14 +34,10 @@ def test_mp4_decodes_to_the_frames_at_the_given_rate(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
 
 
-def test_odd_sides_are_padded_and_scale_repeats_pixels(tmp_path):
+def test_odd_sides_are_padded(tmp_path):
     clip = moving_square(3, 31, 47)
     video.write_mp4(tmp_path / "odd.mp4", clip, fps=8)
     assert decode(tmp_path / "odd.mp4").shape == (3, 32, 48, 3)
-    video.write_mp4(tmp_path / "big.mp4", clip, fps=8, scale=4)
-    big = decode(tmp_path / "big.mp4")
-    assert big.shape == (3, 124, 188, 3)
-    assert np.abs(big[:, 2::4, 2::4].astype(int) - clip).mean() < 3
 
 
 def test_same_frames_give_the_same_bytes(tmp_path):
@@ -61,11 +57,11 @@ def test_wrong_frames_are_refused_with_their_shape(tmp_path, frames):
 
 def test_grid_shows_first_and_last_frame_of_each_video(tmp_path):
     clips = [moving_square(), moving_square()[::-1]]
-    video.frame_grid(tmp_path / "grid.png", clips, columns=3)
+    video.frame_grid(tmp_path / "grid.png", clips)
     grid = iio.imread(tmp_path / "grid.png")
-    assert grid.shape == (2 * 34 - 2, 3 * 50 - 2, 3)
+    assert grid.shape == (2 * 34 - 2, 6 * 50 - 2, 3)
     np.testing.assert_array_equal(grid[:32, :48], clips[0][0])
-    np.testing.assert_array_equal(grid[:32, 100:], clips[0][-1])
+    np.testing.assert_array_equal(grid[:32, 250:], clips[0][-1])
     np.testing.assert_array_equal(grid[34:, :48], clips[1][0])
 
 
@@ -102,7 +98,7 @@ def test_every_frame_is_read_or_retimed_by_its_time_stamp(clips, name):
     assert abs(meta["seconds"] - frames / fps) < 0.05
 
 
-def test_damaged_files_are_told_with_the_words_of_the_decoder(clips, tmp_path):
+def test_damaged_files_are_reported_with_the_message_of_the_decoder(clips, tmp_path):
     whole = (clips / "more/whole.mkv").read_bytes()
     (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) // 2] + bytes(range(256)) * 40)
     (tmp_path / "none.mp4").write_bytes(b"not a video")

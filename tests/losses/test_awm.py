@@ -10,8 +10,15 @@ import pytest
 from wanjax.losses import awm, flow, nft
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "nft"
-WEIGHTING = {"Uniform": "uniform", "t": "t", "t2": "t2", "huber": "huber", "elbo_kl": "uniform"}
-CASES = ["Uniform", "t", "t2", "huber", "ghuber", "elbo_kl", "sum_first", "offpolicy_clip"]
+WEIGHTING = {"Uniform": "uniform", "t": "t", "t2": "t2", "huber": "huber"}
+CASES = ["Uniform", "t", "t2", "huber", "ghuber", "offpolicy_clip"]
+
+
+def _awm_loss(*args, kl_beta=0.0, adv_clip_max=5.0, **changes):
+    """awm_loss with the settings of most tests."""
+    settings = dict(weighting="ghuber", power=0.25, clip=1.0, adv_max=1.0, ema_kl_beta=0.0)
+    settings = awm.Settings(**settings | changes)
+    return awm.awm_loss(*args, settings=settings, kl_beta=kl_beta, adv_clip_max=adv_clip_max)
 
 
 def _random(rng, shape=(4, 3, 2, 5)):
@@ -28,7 +35,7 @@ def test_loss_gradient_and_log_probs_equal_golden(case):
     weighting = WEIGHTING.get(case, "ghuber")
     rest = g["v_old"], g["v_ref"], g["v_ema"], x0, g["noise"], g["t"], adv
     loss = jax.jit(
-        lambda v, *rest: awm.awm_loss(
+        lambda v, *rest: _awm_loss(
             v,
             *rest,
             weighting=weighting,
@@ -38,8 +45,6 @@ def test_loss_gradient_and_log_probs_equal_golden(case):
             adv_max=float(g["advantage_max"]),
             kl_beta=float(g["kl_beta"]),
             ema_kl_beta=float(g["ema_kl_beta"]),
-            elbo_kl=case == "elbo_kl",
-            steps=count if case == "sum_first" else 1,
         )
     )
     (value, aux), grad = jax.value_and_grad(loss, has_aux=True)(g["v"], *rest)
@@ -69,17 +74,15 @@ def test_hand_computed_loss():
     full = lambda value: jnp.full((1, 2), float(value))
     sigma, adv = jnp.array([0.5]), jnp.array([4.0])
     args = full(2), full(1), full(0), full(0), full(3), full(3), sigma, adv
-    settings = dict(weighting="t", clip=0.9, adv_clip_max=2.0, kl_beta=0.5, ema_kl_beta=0.0)
-    loss, aux = awm.awm_loss(*args, **settings)
+    given = dict(weighting="t", clip=0.9, adv_clip_max=2.0)
+    loss, aux = _awm_loss(*args, **given, kl_beta=0.5)
     np.testing.assert_allclose(loss, -np.exp(-1.5) + 0.5 * 4, rtol=1e-6)
     assert aux["kl"] == 4 and aux["logp"] == -2 and "ema_kl" not in aux
-    # with v_ema = 5: KL(ema) = 3² = 9, or for elbo_kl, where s² = 0.49·(½/½), 9/0.98
+    # with v_ema = 5: KL(ema) = 3² = 9
     args, policy = (*args[:3], full(5), *args[4:]), -np.exp(-1.5)
-    settings |= dict(kl_beta=0.0, ema_kl_beta=0.25)
-    for elbo, kl in ((False, 9.0), (True, 9 / 0.98)):
-        loss, aux = awm.awm_loss(*args, **settings, elbo_kl=elbo)
-        np.testing.assert_allclose([loss, aux["ema_kl"]], [policy + 0.25 * kl, kl], rtol=1e-6)
-        assert "kl" not in aux
+    loss, aux = _awm_loss(*args, **given, ema_kl_beta=0.25)
+    np.testing.assert_allclose([loss, aux["ema_kl"]], [policy + 0.25 * 9, 9], rtol=1e-6)
+    assert "kl" not in aux
 
 
 def test_loss_equals_a_numpy_oracle(rng):
@@ -93,7 +96,7 @@ def test_loss_equals_a_numpy_oracle(rng):
         want["ratio_mean"].append(ratio)
         want["policy_loss"].append(max(-a * ratio, -a * np.clip(ratio, 0.99, 1.01)))
         want["ema_kl"].append(np.mean((v[i].astype(float) - old[i]) ** 2))
-    run = lambda *rows: awm.awm_loss(
+    run = lambda *rows: _awm_loss(
         rows[0], rows[1], None, rows[1], *rows[2:], clip=0.01, adv_clip_max=1.0, ema_kl_beta=0.3
     )
     arrays = v, old, x0, noise, sigma_B, adv_B
@@ -110,7 +113,7 @@ def test_loss_equals_a_numpy_oracle(rng):
 def test_on_policy_gradient_is_the_advantage_weighted_flow_matching_gradient(rng):
     """With weighting t2 it is that of A·σ²·m; NFT's has the same direction in every sample."""
     v, _, x0, noise, sigma_B, adv_B = _random(rng)
-    loss = lambda new: awm.awm_loss(
+    loss = lambda new: _awm_loss(
         new, v, None, None, x0, noise, sigma_B, adv_B, weighting="t2", adv_clip_max=9.0, adv_max=9.0
     )[0]
     grad = jax.grad(loss)(v)
@@ -130,7 +133,7 @@ def test_on_policy_gradient_is_the_advantage_weighted_flow_matching_gradient(rng
 
 def test_only_the_trained_velocity_gets_a_gradient(rng):
     v, other, x0, noise, sigma_B, adv_B = _random(rng)
-    loss = lambda new, old, ref, ema, x0, noise, adv_B: awm.awm_loss(
+    loss = lambda new, old, ref, ema, x0, noise, adv_B: _awm_loss(
         new, old, ref, ema, x0, noise, sigma_B, adv_B, kl_beta=0.1, ema_kl_beta=0.1
     )[0]
     new, *rest = jax.grad(loss, argnums=range(7))(v, other, other, other, x0, noise, adv_B)
@@ -139,20 +142,9 @@ def test_only_the_trained_velocity_gets_a_gradient(rng):
         assert np.all(grad == 0)
 
 
-def test_averaging_over_steps_first_gives_one_ratio_per_sample(rng):
-    v, old, x0, noise, sigma_B, _ = _random(rng)
-    adv = np.array([1.0, -1.0] * 2, np.float32)  # two samples, timestep-major
-    logp = lambda v: awm.log_prob(v, x0, noise, sigma_B, weighting="t").reshape(2, 2).mean(0)
-    expected = -(jnp.exp(logp(v) - logp(old)) * adv[:2]).mean()
-    loss, _ = awm.awm_loss(
-        v, old, None, None, x0, noise, sigma_B, adv, weighting="t", adv_clip_max=1.0, steps=2
-    )
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-
-
 def test_wrong_arguments_are_errors(rng):
     v, old, x0, noise, sigma_B, adv_B = _random(rng)
-    call = lambda *args, **kw: awm.awm_loss(*args, noise, sigma_B, adv_B, **kw)
+    call = lambda *args, **kw: _awm_loss(*args, noise, sigma_B, adv_B, **kw)
     with pytest.raises(ValueError, match="shapes differ"):
         call(v, old[:, :1], None, None, x0)
     with pytest.raises(ValueError, match="shapes differ"):
@@ -162,8 +154,6 @@ def test_wrong_arguments_are_errors(rng):
     with pytest.raises(ValueError, match="awm.ema_kl_beta is 0.5 but v_ema is None"):
         call(v, old, None, None, x0, ema_kl_beta=0.5)
     with pytest.raises(ValueError, match=r"adv has shape \(1,\); expected \[4\]"):
-        awm.awm_loss(v, old, None, None, x0, noise, sigma_B, adv_B[:1])
+        _awm_loss(v, old, None, None, x0, noise, sigma_B, adv_B[:1])
     with pytest.raises(ValueError, match="awm.weighting is 'l1'"):
         call(v, old, None, None, x0, weighting="l1")
-    with pytest.raises(ValueError, match="awm.steps is 3"):
-        call(v, old, None, None, x0, steps=3)

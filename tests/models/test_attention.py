@@ -14,9 +14,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from wanjax import plan
 from wanjax.models import attention
 from wanjax.parallel import sharding
+from wanjax.plan import chips
 
 
 def _qkv(rng, L=8, S=8, N=4, K=6):
@@ -64,7 +64,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize("last_count", [1, 37])
-def test_the_last_row_counts_as_often_as_told(rng, last_count):
+def test_the_last_row_counts_last_count_times(rng, last_count):
     qkv = _qkv(rng, L=5, S=7)
     _assert_equals_oracle(qkv, {}, last_count)
     run, backward = attention._written_out(  # the form of kernels that take no weights on rows
@@ -250,10 +250,10 @@ def test_cudnn_lowers_to_one_forward_and_one_backward_call(monkeypatch):
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_splash_tiles_fit_the_vmem_of_every_chip(topology):
-    """XLA:TPU compiles forward and backward of two samples a chip; runs where wanjax[plan] is
+    """XLA:TPU compiles forward and backward of two samples per chip; runs where wanjax[plan] is
     installed."""
     pytest.importorskip("libtpu")
-    _, devices = plan.devices_of(topology)
+    _, devices = chips.devices_of(topology)
     mesh = sharding.make_mesh({"data": len(devices)}, devices)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     shape = (2 * len(devices), 8192, 10, 128)

@@ -14,8 +14,7 @@ import torch
 from tests import tiny
 from tests.convert import tiny as torch_tiny
 from tests.models.torch_params import torch_to_jax
-from wanjax import sampler, schedule
-from wanjax import state as states
+from wanjax import sampler, sampling, schedule
 from wanjax.models import clip, condition, presets, vae, wan
 
 FRAMES, S = 5, 6
@@ -93,17 +92,19 @@ def test_condition_is_that_of_diffusers(pair):
 def test_sampling_from_an_image_is_that_of_diffusers(pair):
     model, params, pipeline = pair
     image, size, steps = _image(model, 1), SIZES[model.name], 4
-    plan = schedule.make_schedule("euler", steps, 3.0, model.boundary)
+    steps_of = schedule.make_schedule("euler", steps, 3.0, model.boundary)
     guidance = presets.Guidance(2.0, 3.0)
-    sampling = states.SamplingConfig(plan, guidance, size, size, FRAMES)
-    setup = states.sampling_setup(model, sampling)
+    plan = dataclasses.replace(
+        tiny.make_setup().sampling, schedule=steps_of, guidance=guidance,
+        height=size, width=size, frames=FRAMES,
+    )  # fmt: skip
     rng = np.random.default_rng(5)
     ctx, uncond = (rng.normal(size=(1, S, 24)).astype(np.float32) for _ in range(2))
     policy = {expert: (params[expert], {}) for expert in model.experts}
     cond = _first_frame(params, image, model)
     key, ids = jax.random.key(2), jnp.arange(1)
-    got = states.sample_latents(policy, ctx, uncond, key, ids, cond, setup=setup)
-    noise = sampler.initial_noise(key, ids, states.latent_shape(setup))
+    got = sampling.latents(policy, ctx, uncond, key, ids, cond, model=model, plan=plan)
+    noise = sampler.initial_noise(key, ids, sampling.latent_shape(model, plan))
     with torch.no_grad():
         want = pipeline(
             image=(_torch(image) + 1) / 2, height=size, width=size, num_frames=FRAMES,

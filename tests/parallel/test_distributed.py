@@ -255,7 +255,7 @@ CHILD = textwrap.dedent("""
 
     port, rank, mode, number = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     try:
-        distributed.start(f"127.0.0.1:{port}", number, rank, timeout=60)
+        distributed.start(f"127.0.0.1:{port}", number, rank)
         if mode == "differ":
             lr = 0.1 * (rank + 1)
             distributed.agree({"config": {"seed": 0, "optim": {"high": {"lr": lr}}}, "n": 1})
@@ -343,7 +343,7 @@ def test_a_difference_is_named_on_both_and_ends_both(port):
         assert "seed" not in output and "Traceback" not in output
 
 
-def test_a_fault_of_one_is_told_by_both(port):
+def test_a_fault_of_one_is_reported_by_both(port):
     codes, outputs, _ = children(port, "fault")
     assert codes == [1, 1], outputs
     assert "ValueError: invalid literal" in outputs[1]
@@ -383,7 +383,7 @@ TRAIN = textwrap.dedent("""
     from wanjax import train
     from wanjax.parallel import distributed
     port, rank, model, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    distributed.start(f"127.0.0.1:{port}", 2, rank, timeout=60)
+    distributed.start(f"127.0.0.1:{port}", 2, rank)
     train.main(tiny.make_config(model, out))
 """)
 

@@ -82,7 +82,7 @@ def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_policy_that_is_not_the_reference_is_told_at_the_first_step(
+def test_a_policy_that_is_not_the_reference_is_reported_at_the_first_step(
     tmp_path, capsys, monkeypatch
 ):
     """Which is the last one here: nothing waits for a step after it."""

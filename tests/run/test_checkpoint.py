@@ -197,7 +197,7 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_prune_keeps_the_last_and_the_multiples(tmp_path):
+def test_prune_keeps_the_last_the_multiples_and_the_best(tmp_path):
     for step in (0, 2, 5, 10, 12, 15, 17):
         folder = tmp_path / f"checkpoints/step_{step:08d}"
         folder.mkdir(parents=True)
@@ -206,6 +206,9 @@ def test_prune_keeps_the_last_and_the_multiples(tmp_path):
     checkpoint.prune(tmp_path, keep_last=2, keep_every=10)
     kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert kept == ["notes", *(f"step_{step:08d}" for step in (0, 10, 15, 17))]
+    checkpoint.prune(tmp_path, keep_last=1, best=10)
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["notes", "step_00000010", "step_00000017"]
     with pytest.raises(ValueError, match="keep_last"):
         checkpoint.prune(tmp_path, keep_last=0)
 

@@ -12,56 +12,52 @@ transition) a micro-batch.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, optim, rewards, sampler, schedule
+from wanjax import advantages, optim, sampler, sampling, schedule
 from wanjax import state as states
+from wanjax.algorithms import Program, Tools, groups, steps
+from wanjax.data import Item
 from wanjax.losses import flow
 from wanjax.losses import grpo as losses
 from wanjax.parallel import sharding
-from wanjax.run import metrics
+from wanjax.settings import GroupConfig, Setup, fields_of
 
 DATA = "prompts"
 ROLES = ()  # beside the student
-SAMPLED = EVALUATED = "default"
+EVALUATED = "default"
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
+class Config(GroupConfig):
     """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
 
-    group_size: int
-    prompts_per_step: int
-    advantage: str = "flow_grpo"
-    adv_clip_max: float = 5.0
-    updates: int = 1  # optimizer steps per rollout, each on its own share of the samples
-    micro_samples: int = 8  # samples per micro-batch
-    micro_steps: int = 1  # transitions of each of these samples per micro-batch
-    mix_experts: bool = False  # a micro-batch holds all transitions of its samples, both experts
-    clip: dict = field(default_factory=lambda: dict(high=1e-4, low=1e-4))  # range per expert
-    kl_kind: str = "g2h"
-    kl_beta: dict = field(default_factory=lambda: dict(high=0.0, low=0.0))  # 0: no reference pass
-    guard: bool = False  # GRPO-Guard ratio normalisation
-    same_noise: bool = False  # a group starts from one initial noise (DanceGRPO)
-    best_of: int = 0  # train on this many of each group, half its best, half its worst; 0 = all
-    recompute_old_logp: bool = (
-        False  # score under the trainer's own forward instead of the rollout's
-    )
+    clip: dict  # range per expert
+    kl_kind: str  # see losses.grpo.KL_KINDS
+    kl_beta: dict  # per expert; 0: no reference pass
+    guard: bool  # GRPO-Guard ratio normalisation
+    same_noise: bool  # a group starts from one initial noise (DanceGRPO)
+    best_of: int  # train on this many of each group, half its best, half its worst; 0 = all
+    recompute_old_logp: bool  # score under the trainer's own forward instead of the rollout's
 
 
 def make_config(config, roles: dict) -> Config:
     """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
     del roles
     return Config(
-        **{key: config[key] for key in states.GROUP_KEYS}, kl_kind=config.kl.kind,
+        **fields_of(GroupConfig, config),
+        clip=config.clip.to_dict(),
+        kl_kind=config.kl.kind,
         kl_beta={expert: config.kl[expert] for expert in ("high", "low")},
-        clip=config.clip.to_dict(), guard=config.guard, best_of=config.best_of,
-        same_noise=config.same_noise, recompute_old_logp=config.recompute_old_logp,
-    )  # fmt: skip
+        guard=config.guard,
+        same_noise=config.same_noise,
+        best_of=config.best_of,
+        recompute_old_logp=config.recompute_old_logp,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +73,7 @@ class Batch:
     metrics: dict
 
 
-def check(setup: states.Setup) -> None:
+def check(setup: Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
     if config.best_of < 0 or config.best_of % 2 or config.best_of > config.group_size:
@@ -85,138 +81,139 @@ def check(setup: states.Setup) -> None:
             f"config.best_of is {config.best_of}; expected 0, or an even number up to "
             f"config.group_size = {config.group_size}"
         )
-    kept = (config.best_of or config.group_size) * config.prompts_per_step
-    states.check_batches(setup, "samples", kept)
+    groups.check(setup, "samples", _kept_samples(config))
     if config.kl_kind not in losses.KL_KINDS:
         raise ValueError(f"config.kl.kind is {config.kl_kind!r}; expected one of {losses.KL_KINDS}")
     sampler.check_kernel(setup.sde.kind, setup.sde.eta)
     for epoch in range(setup.steps):  # windows are drawn, or walk on
-        groups = _slots(setup, sde_steps(setup, epoch))
-        if not any(groups.values()):
+        slots = _slots(setup, sde_steps(setup, epoch))
+        if not any(slots.values()):
             raise ValueError(
                 f"sde.strategy {setup.sde.strategy.name!r} picks no step of the trained experts "
                 f"{setup.experts} in epoch {epoch}; change config.experts or the sde section"
             )
 
 
-def share(setup: states.Setup) -> int:
-    """Samples of one optimizer step."""
-    config: Config = setup.algorithm
-    return (config.best_of or config.group_size) * config.prompts_per_step // config.updates
+def batches(setup: Setup) -> set[int]:
+    """Sizes of the micro-batches of an update."""
+    slots = _slots(setup, sde_steps(setup, 0))
+    return steps.batches(slots, _share(setup.algorithm), setup.algorithm)
 
 
-def init(key, setup: states.Setup, params: dict) -> states.State:
+def describe(setup: Setup) -> str:
+    """What one step works on."""
+    return groups.describe(setup)
+
+
+def init(key, setup: Setup, params: dict) -> states.State:
     """State at step 0; full weights keep a frozen reference only where a KL penalty reads it."""
     keep = any(setup.algorithm.kl_beta.values())
-    return states.init(key, setup, params["student"], keep_reference=keep)
+    return states.init(key, setup.training, params["student"], keep_reference=keep)
 
 
-def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
-    """Sample K clips per prompt, score them and form advantages; returns a Batch.
-
-    All device work is queued before the first video is fetched, so host rewards overlap with
-    sampling and decoding. Raises FloatingPointError with step and sample for a reward that is not
-    finite.
-    """
-    config: Config = setup.algorithm
-    step, K = int(state.step), config.group_size
-    samples = len(item.texts) * K
-    steps_W = sde_steps(setup, step)
+def collect(state: states.State, setup: Setup, item: Item, tools: Tools) -> Batch:
+    """Sample K clips per prompt with stochastic steps, score them and form advantages; see
+    groups.collect."""
+    steps_W = sde_steps(setup, int(state.step))
     slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
-    key = jax.random.fold_in(jax.random.key(setup.seed), step)
-    policy = states.rollout_params(state, SAMPLED)
-    ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
-    pending = []
-    for first in range(0, samples, setup.sampling.batch):
-        ids = jnp.arange(first, first + setup.sampling.batch)
-        x0, trajectory = _rollout(
-            policy, ctx_BSE[first : first + len(ids)], tools.uncond_1SE, key, ids, slot_I,
-            setup=setup, slots=len(steps_W),
-        )  # fmt: skip
-        video = states.decode(tools.vae, x0, setup=setup)
-        pending.append((trajectory, x0, video))
-    times: dict[str, float] = {}
-    videos = metrics.ready([(x0, video) for _, x0, video in pending], times)
-    reward = metrics.clocked(tools.reward, times, "collect/reward")
-    texts = [prompt for prompt in item.texts for _ in range(K)]
-    scores_MPK, found = rewards.score(
-        videos, texts, reward, setup.rewards,
-        group=K, step=step, failure=setup.reward_failure,
-    )  # fmt: skip
-    weights = list(setup.rewards.values())
-    adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
-    join = lambda *chunks: jnp.concatenate(chunks, axis=1)
-    return Batch(
-        jax.tree.map(join, *[trajectory for trajectory, _, _ in pending]),
-        ctx_BSE,
-        tools.uncond_1SE,
-        jnp.asarray(adv_PK.reshape(-1), jnp.float32),
-        steps_W,
-        step,
-        found | times,
-    )
+    policy = states.rollout_params(state)
+
+    def sample(ctx_BSE, key, ids):
+        return _rollout(
+            policy, ctx_BSE, tools.uncond_1SE, key, ids, slot_I, setup=setup, slots=len(steps_W)
+        )
+
+    trajectories, fields = groups.collect(state, setup, item, tools, sample)
+    joined = jax.tree.map(lambda *chunks: jnp.concatenate(chunks, axis=1), *trajectories)
+    return Batch(trajectory=joined, steps_W=steps_W, **fields)
 
 
-def forwards(setup: states.Setup) -> dict[str, int]:
-    """Forward passes of one sample that a step takes, by phase; a backward pass counts two, and
-    what remat repeats counts nothing."""
-    config: Config = setup.algorithm
-    passes = {e: 1 + (getattr(setup.sampling.guidance, e) != 1) for e in setup.model.experts}
-    plan = setup.sampling.schedule
-    steps = {"high": plan.high_steps, "low": plan.steps - plan.high_steps}
-    collect = sum(steps[e] * passes[e] for e in passes)
-    rescored = config.recompute_old_logp and config.updates > 1
-    update = sum(
-        len(slots) * passes[e] * (3 + (config.kl_beta[e] != 0) + rescored)
-        for e, slots in _slots(setup, sde_steps(setup, 0)).items()
-    )
-    kept = config.best_of or config.group_size
-    prompts = config.prompts_per_step
-    return {"collect": prompts * config.group_size * collect, "update": prompts * kept * update}
-
-
-def update(state, setup, batch: Batch):
+def update(state: states.State, setup: Setup, batch: Batch):
     """Take config.updates optimizer steps per expert on the batch; returns (state at step + 1,
     metrics)."""
     config: Config = setup.algorithm
-    if batch.version != int(state.step):
-        raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
-    samples = _kept(config, batch.adv_B)
-    order = np.random.default_rng((setup.seed, batch.version)).permutation(samples)
-    groups = _slots(setup, batch.steps_W)
-    data = _replay_data(setup, batch)
+    steps.check_version(batch, state)
+    slots, data = _slots(setup, batch.steps_W), _replay_data(setup, batch)
     if config.recompute_old_logp and config.updates > 1:
-        data["logp_WB"] = _rescore(state, setup, batch, data, groups)
-    collected, first = [], 0
-    for number, share in enumerate(np.split(order, config.updates)):
+        data["logp_WB"] = _rescore(state, setup, batch, data, slots)
+    collected = []
+    for number, share in enumerate(groups.shares(setup, batch.version, _kept(config, batch.adv_B))):
         # before the first optimizer step the policy is the one that sampled: its own score is the
         # old one
         on_policy = config.recompute_old_logp and number == 0
-        for index in _micro_batches(config, groups, np.sort(share)):
-            trained, opt, aux = _minibatch(
-                {e: states.trainable(state, setup)[e] for e in index},
-                {e: state.opt[e] for e in index},
-                {e: states.frozen(state, setup)[e] for e in index},
-                data, index, setup=setup, on_policy=on_policy,
-            )  # fmt: skip
-            state = states.replace_trainable(state, setup, trained)
-            state = state.replace(opt={**state.opt, **opt})
-            collected.append(aux)
-        first = first or len(collected)
-    first = first if batch.version == 0 else 0
-    return state.replace(step=state.step + 1), optim.merge_metrics(collected, first)
+
+        def minibatch(trained, opt, frozen, index, on_policy=on_policy):
+            return _minibatch(trained, opt, frozen, data, index, setup=setup, on_policy=on_policy)
+
+        index_sets = steps.index_sets(slots, share, config)
+        state, found = steps.take(state, setup.training, index_sets, minibatch)
+        collected.append(found)
+    return state.replace(step=state.step + 1), steps.merged(collected, batch.version)
+
+
+def sde_steps(setup: Setup, epoch: int) -> np.ndarray:
+    """Steps of an epoch's rollouts that are stochastic, and trained on."""
+    plan, strategy = setup.sampling.schedule, setup.sde.strategy
+    return schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
+
+
+def forwards(setup: Setup) -> dict[str, int]:
+    """Forward passes of a step by phase, see algorithms.Extras."""
+    config, each = setup.algorithm, groups.passes(setup)
+    rescored = config.recompute_old_logp and config.updates > 1
+    update = sum(
+        len(slots) * each[e] * (3 + (config.kl_beta[e] != 0) + rescored)
+        for e, slots in _slots(setup, sde_steps(setup, 0)).items()
+    )
+    samples = config.prompts_per_step * config.group_size
+    collect = samples * groups.rollout_forwards(setup)
+    return {"collect": collect, "update": _kept_samples(config) * update}
+
+
+def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Program]:
+    """The jitted functions of a step, see algorithms.Program."""
+    config: Config = setup.algorithm
+    steps_W, policy = sde_steps(setup, 0), states.rollout_params(state)
+    slot_I = steps.shape(setup.sampling.schedule.steps, dtype=jnp.int32)
+    slots, fields = _slots(setup, steps_W), groups.batch_shapes(setup, tools)
+    samples = fields["adv_B"].shape[0]
+
+    def data(made):
+        kept = groups.grown(made["rollout"][1], 1, samples)
+
+        def replay(kept, fields):
+            batch = Batch(trajectory=kept, steps_W=steps_W, version=0, metrics={}, **fields)
+            return _replay_data(setup, batch)
+
+        gathered = steps.whole(jax.eval_shape(replay, kept, fields))
+        return gathered | {"x_WB": kept.x, "x_next_WB": kept.x_next}
+
+    def flops(expert):
+        return groups.pair_flops(setup, expert, extra=int(config.kl_beta[expert] != 0))
+
+    def arguments(*given):
+        return (policy, *given, slot_I)
+
+    static = {"setup": setup, "slots": len(steps_W)}
+    found = groups.rollout_programs(setup, tools, _rollout, arguments, static, lambda out: out[0])
+    index_sets = steps.index_sets(slots, np.arange(_share(config)), config)
+    static = {"setup": setup, "on_policy": config.recompute_old_logp}
+    return found | steps.programs(
+        _minibatch, static, state, setup.training, index_sets, data,
+        flops=flops, calls=config.updates,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots"))
 def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
-    velocities = states.policy_velocities(policy, ctx_BSE, uncond_1SE, setup=setup)
-    config: Config = setup.algorithm
+    """(final latents, trajectory) of one call."""
+    plan, config = setup.sampling, setup.algorithm
+    run = sampling.velocities(policy, ctx_BSE, uncond_1SE, config=setup.model.wan, plan=plan)
     first = ids // config.group_size * config.group_size if config.same_noise else ids
-    x = sampler.initial_noise(key, first, states.latent_shape(setup))
+    x = sampling.initial_noise(key, first, sampling.latent_shape(setup.model, plan))
     return sampler.rollout(
-        velocities, sharding.constrain(x, "batch", None, None, None, None), key, ids,
-        setup.sampling.schedule, slot_I, slots=slots, kind=setup.sde.kind, eta=setup.sde.eta,
-        solver=setup.sampling.solver, keep_mean=setup.algorithm.guard,
+        run, x, key, ids, plan.schedule, slot_I, slots=slots, kind=setup.sde.kind,
+        eta=setup.sde.eta, solver=plan.solver, keep_mean=config.guard,
     )  # fmt: skip
 
 
@@ -230,52 +227,60 @@ def _minibatch(trained, opt, frozen, data, index, *, setup, on_policy):
             tree, frozen[expert], data, *pairs, setup=setup, expert=expert, on_policy=on_policy
         )
 
-    return optim.step(loss, trained, opt, index, setup.optim)
+    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_policy):
     """Loss and scalar statistics of M (transition, sample) pairs, all of one expert."""
     config: Config = setup.algorithm
-    x, x_next = data["x_WB"][slot_M, sample_M], data["x_next_WB"][slot_M, sample_M]
-    sigma, sigma_next, t = (data[name][slot_M] for name in ("sigma_W", "sigma_next_W", "t_W"))
-    score = functools.partial(_score, setup, expert, x, x_next, sigma, sigma_next, t,
-                              data["ctx_BSE"][sample_M], data["uncond_1SE"])  # fmt: skip
-    params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})
-    v, mean, std, logp = score(params, adapter)
-    old = jax.lax.stop_gradient(logp) if on_policy else data["logp_WB"][slot_M, sample_M]
-    clip, adv = config.clip[expert], data["adv_B"][sample_M]
-    h = sigma - sigma_next
+    rows = _rows(data, slot_M, sample_M)
+    policy = states.policy(setup.training, trained, frozen)
+    v, mean, std, logp = _score(policy, rows, setup=setup, expert=expert)
+    old = jax.lax.stop_gradient(logp) if on_policy else rows["logp"]
+    clip, adv, h = config.clip[expert], rows["adv"], rows["sigma"] - rows["sigma_next"]
     if config.guard:
-        mean_old = data["mean_WB"][slot_M, sample_M]
         loss, aux = losses.guard_loss(
-            logp, old, adv, mean, mean_old,
+            logp, old, adv, mean, rows["mean"],
             std_B=std, h_B=h, clip=clip, adv_clip_max=config.adv_clip_max,
         )  # fmt: skip
     else:
         loss, aux = losses.grpo_loss(logp, old, adv, clip=clip, adv_clip_max=config.adv_clip_max)
     if config.kl_beta[expert]:
-        base = (params, {}) if setup.lora.rank else (frozen, {})
-        v_ref, mean_ref, _, _ = jax.lax.stop_gradient(score(*base))
+        # the base without its adapter, or the copy that full weights began from
+        score = _score((frozen, {}), rows, setup=setup, expert=expert)
+        v_ref, mean_ref, _, _ = jax.lax.stop_gradient(score)
         pair = (v, v_ref) if config.kl_kind == "v_mse" else (mean, mean_ref)
         kl = losses.kl_loss(config.kl_kind, *pair, std_B=std, h_B=h)
         loss = loss + config.kl_beta[expert] * kl
         aux |= {"kl": kl, "loss": loss, "v_norm_ratio": flow.norm_ratio(v, v_ref)}
     aux["v_rms"] = jnp.sqrt(jnp.square(v).mean())
-    aux["logp_gap"] = jnp.abs(
-        jax.lax.stop_gradient(logp) - data["logp_WB"][slot_M, sample_M]
-    ).mean()
+    aux["logp_gap"] = jnp.abs(jax.lax.stop_gradient(logp) - rows["logp"]).mean()
     return loss, {f"grpo/{name}": value for name, value in aux.items()}
 
 
-def _score(setup, expert, x, x_next, sigma, sigma_next, t, ctx, uncond_1SE, params, adapter):
+def _score(policy, rows: dict, *, setup, expert):
     """(velocity, transition mean, std, log-prob) of stored transitions under given weights."""
-    uncond = jnp.broadcast_to(uncond_1SE, (x.shape[0], *uncond_1SE.shape[1:]))
-    v = states.velocity(setup, expert, params, adapter, ctx, uncond)(x, t)
+    plan = setup.sampling
+    run = sampling.velocity(
+        policy, rows["ctx"], rows["uncond_1SE"], config=setup.model.wan,
+        scale=getattr(plan.guidance, expert), mode=plan.guidance_mode,
+    )  # fmt: skip
+    v = run(rows["x"], rows["t"])
     logp, mean, std = sampler.sde_logp(
-        x, x_next, v, sigma, sigma_next, kind=setup.sde.kind, eta=setup.sde.eta,
-        sigma_max=setup.sampling.schedule.sigmas[1],
+        rows["x"], rows["x_next"], v, rows["sigma"], rows["sigma_next"],
+        kind=setup.sde.kind, eta=setup.sde.eta, sigma_max=plan.schedule.sigmas[1],
     )  # fmt: skip
     return v, mean, std, logp
+
+
+def _kept_samples(config: Config) -> int:
+    """How many samples of a step are trained on."""
+    return (config.best_of or config.group_size) * config.prompts_per_step
+
+
+def _share(config: Config) -> int:
+    """How many samples one optimizer step takes."""
+    return _kept_samples(config) // config.updates
 
 
 def _kept(config: Config, adv_B) -> np.ndarray:
@@ -287,37 +292,32 @@ def _kept(config: Config, adv_B) -> np.ndarray:
     return (np.arange(len(adv_PK))[:, None] * config.group_size + index_PN).ravel()
 
 
-def _rescore(state, setup, batch, data, groups):
+def _rescore(state, setup, batch, data, slots):
     """Log-probs [W, B] of the batch under the current weights, by the trainer's forward."""
     logp_WB = data["logp_WB"]
     samples = np.arange(batch.adv_B.shape[0])
-    for index in _micro_batches(setup.algorithm, groups, samples):
-        for expert, pairs in ((e, pairs) for e, blocks in index.items() for pairs in blocks):
-            scored = _score_pairs(
-                states.trainable(state, setup)[expert], states.frozen(state, setup)[expert],
-                data, pairs, setup=setup, expert=expert,
-            )  # fmt: skip
-            logp_WB = logp_WB.at[pairs].set(scored)
+    for index in steps.index_sets(slots, samples, setup.algorithm):
+        trained, _, frozen = steps.parts(state, setup.training, index)
+        for expert, blocks in index.items():
+            for pairs in blocks:
+                scored = _score_pairs(
+                    trained[expert], frozen[expert], data, pairs, setup=setup, expert=expert
+                )
+                logp_WB = logp_WB.at[pairs].set(scored)
     return logp_WB
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "expert"))
 def _score_pairs(trained, frozen, data, pairs, *, setup, expert):
-    frozen = sharding.to_device(frozen)
+    policy = states.policy(setup.training, trained, sharding.to_device(frozen))
 
     def one(pair):
-        slot_M, sample_M = pair
-        params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})
-        return _score(
-            setup, expert, data["x_WB"][pair], data["x_next_WB"][pair], data["sigma_W"][slot_M],
-            data["sigma_next_W"][slot_M], data["t_W"][slot_M], data["ctx_BSE"][sample_M],
-            data["uncond_1SE"], params, adapter,
-        )[3]  # fmt: skip
+        return _score(policy, _rows(data, *pair), setup=setup, expert=expert)[3]
 
     return jax.lax.map(one, pairs)
 
 
-def _replay_data(setup, batch):
+def _replay_data(setup, batch) -> dict:
     """The arrays that a replay gathers from, by name; levels are float32 as in the rollout."""
     plan, steps_W = setup.sampling.schedule, batch.steps_W
     trajectory = batch.trajectory
@@ -335,21 +335,17 @@ def _replay_data(setup, batch):
     return data | ({"mean_WB": trajectory.mean} if setup.algorithm.guard else {})
 
 
-def sde_steps(setup, epoch: int) -> np.ndarray:
-    """Steps of an epoch's rollouts that are stochastic, and trained on."""
-    return schedule.sde_steps(
-        setup.sampling.schedule, setup.sde.strategy, epoch=epoch, seed=setup.seed
-    )
+def _rows(data: dict, slot_M, sample_M) -> dict:
+    """What a replay of M (transition, sample) pairs reads, gathered from `_replay_data`."""
+    suffixes = {"_WB": (slot_M, sample_M), "_W": slot_M, "_BSE": sample_M, "_B": sample_M}
+    rows = {"uncond_1SE": data["uncond_1SE"]}
+    for suffix, index in suffixes.items():
+        for name in (name for name in data if name.endswith(suffix)):
+            rows[name.removesuffix(suffix)] = data[name][index]
+    return rows
 
 
 def _slots(setup, steps_W) -> dict[str, list[int]]:
     """Trained expert -> positions in steps_W of the transitions that it made."""
     owner = [schedule.expert_name(setup.sampling.schedule, int(i)) for i in steps_W]
     return {e: [w for w, name in enumerate(owner) if name == e] for e in setup.experts}
-
-
-def _micro_batches(config: Config, groups, share) -> list[dict]:
-    return optim.micro_batches(
-        groups, share, micro_samples=config.micro_samples, micro_steps=config.micro_steps,
-        mix=config.mix_experts,
-    )  # fmt: skip

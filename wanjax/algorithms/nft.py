@@ -16,57 +16,55 @@ Shapes: P prompts, K group, B samples (P·K), U units, T trained timesteps of a 
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, optim, rewards, sampler, schedule, trees
+from wanjax import optim, sampler, sampling, schedule, trees
 from wanjax import state as states
+from wanjax.algorithms import Program, Tools, groups, steps
+from wanjax.data import Item
 from wanjax.losses import awm, dpo, flow, nft
 from wanjax.parallel import sharding
-from wanjax.run import metrics
+from wanjax.settings import GroupConfig, Setup, fields_of
 
 DATA = "prompts"
 ROLES = ()  # beside the student
-SAMPLED, EVALUATED = "old", "ema"
+EVALUATED = "ema"
+SAMPLED = "old"
 LOSSES = ("nft", "awm", "dpo")
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
+class Config(GroupConfig):
     """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
 
-    group_size: int
-    prompts_per_step: int
-    advantage: str = "flow_grpo"
-    adv_clip_max: float = 5.0
-    updates: int = 1  # optimizer steps per rollout, each on its own share of the samples
-    micro_samples: int = 8
-    micro_steps: int = 1
-    mix_experts: bool = False
-    loss: str = "nft"  # see LOSSES
-    timesteps: int = 2  # trained timesteps of a unit per expert
-    beta: float = 0.1  # nft_beta: how far the mirrored policies lie from old
-    kl_beta: dict = field(default_factory=lambda: dict(high=1e-4, low=1e-4))
-    mode: str = "all"  # advantage -> optimality probability, see losses.nft.MODES
-    awm: dict = field(default_factory=dict)  # keywords of losses.awm.awm_loss
-    dpo_beta: float = 100.0
-    old_decay: int = 1  # see losses.nft.OLD_DECAYS
-    ema_decay: float = 0.9  # cap of the evaluation average
-    sde: bool = False  # rollouts take the stochastic steps of config.sde; else the solver alone
-    train_guidance: bool = False  # allow guidance != 1: the loss then sees guided velocities
+    loss: str  # see LOSSES
+    timesteps: int  # trained timesteps of a unit per expert
+    beta: float  # nft_beta: how far the mirrored policies lie from old
+    mode: str  # advantage -> optimality probability, see losses.nft.MODES
+    old_decay: int  # see losses.nft.OLD_DECAYS
+    ema_decay: float  # cap of the evaluation average
+    sde: bool  # rollouts take the stochastic steps of config.sde; else the solver alone
+    train_guidance: bool  # allow guidance != 1: the loss then sees guided velocities
+    kl_beta: dict
+    awm: awm.Settings
+    dpo_beta: float
 
 
 def make_config(config, roles: dict) -> Config:
     """The settings in a run's ConfigDict; roles: ModelConfig of each of ROLES."""
     del roles
     return Config(
-        **{key: config[key] for key in states.GROUP_KEYS}, **config.nft.to_dict(),
+        **fields_of(GroupConfig, config),
+        **config.nft.to_dict(),
         kl_beta={expert: config.kl[expert] for expert in ("high", "low")},
-        awm=config.awm.to_dict(), dpo_beta=config.dpo.beta,
-    )  # fmt: skip
+        awm=awm.Settings(**config.awm.to_dict()),
+        dpo_beta=config.dpo.beta,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,24 +74,24 @@ class Batch:
     x0_B: jax.Array
     ctx_BSE: jax.Array
     uncond_1SE: jax.Array
-    adv_B: jax.Array
+    adv_B: Any
     version: int
     metrics: dict
 
 
-def check(setup: states.Setup) -> None:
+def check(setup: Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
     if config.loss not in LOSSES:
         raise ValueError(f"config.nft.loss is {config.loss!r}; expected one of {LOSSES}")
     if config.loss == "dpo":
-        states.check_batches(setup, "pairs", config.prompts_per_step)
+        groups.check(setup, "pairs", config.prompts_per_step)
     else:
-        states.check_batches(setup)
-    weighting = config.awm.get("weighting", "ghuber")
-    if weighting not in awm.WEIGHTINGS:
+        groups.check(setup)
+    if config.awm.weighting not in awm.WEIGHTINGS:
         raise ValueError(
-            f"config.awm.weighting is {weighting!r}; expected one of {tuple(awm.WEIGHTINGS)}"
+            f"config.awm.weighting is {config.awm.weighting!r}; expected one of "
+            f"{tuple(awm.WEIGHTINGS)}"
         )
     scales = {getattr(setup.sampling.guidance, expert) for expert in setup.model.experts}
     if scales != {1.0} and not config.train_guidance:
@@ -108,129 +106,154 @@ def check(setup: states.Setup) -> None:
     sde_steps(setup, 0)
     if config.sde:
         sampler.check_kernel(setup.sde.kind, setup.sde.eta)
-    for expert, steps in _ranges(setup).items():
-        if config.timesteps > len(steps):
+    for expert, levels in _ranges(setup).items():
+        if config.timesteps > len(levels):
             raise ValueError(
                 f"config.nft.timesteps is {config.timesteps} but expert {expert} has "
-                f"{len(steps)} steps of {setup.sampling.schedule.steps}; lower it"
+                f"{len(levels)} steps of {setup.sampling.schedule.steps}; lower it"
             )
 
 
-def share(setup: states.Setup) -> int:
-    """Samples, or pairs, of one optimizer step."""
-    config: Config = setup.algorithm
-    each = 1 if config.loss == "dpo" else config.group_size
-    return each * config.prompts_per_step // config.updates
+def batches(setup: Setup) -> set[int]:
+    """Sizes of the micro-batches of an update; those of Flow-DPO hold both clips of a pair."""
+    sizes = steps.batches(_slots(setup), _share(setup.algorithm), setup.algorithm)
+    return {2 * size for size in sizes} if setup.algorithm.loss == "dpo" else sizes
 
 
-def init(key, setup: states.Setup, params: dict) -> states.State:
+def describe(setup: Setup) -> str:
+    """What one step works on."""
+    return groups.describe(setup)
+
+
+def init(key, setup: Setup, params: dict) -> states.State:
     """State at step 0: old and ema are exact copies of the trained tree."""
     keep = any(setup.algorithm.kl_beta.values()) or setup.algorithm.loss == "dpo"
-    state = states.init(key, setup, params["student"], keep_reference=keep)
-    copy = lambda: jax.tree.map(jnp.copy, states.trainable(state, setup))
-    return states.average(states.average(state, "old", copy()), "ema", copy())
+    state = states.init(key, setup.training, params["student"], keep_reference=keep)
+    for name in ("old", "ema"):
+        copy = jax.tree.map(jnp.copy, states.trainable(state, setup.training))
+        state = states.average(state, name, copy)
+    return state
 
 
-def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
-    """Sample K clips per prompt by the old policy, score them and form advantages; returns a
-    Batch."""
-    config: Config = setup.algorithm
-    step, K, size = int(state.step), config.group_size, setup.sampling.batch
-    key = jax.random.fold_in(jax.random.key(setup.seed), step)
-    policy = states.rollout_params(state, SAMPLED)
-    ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
-    stochastic_I = None
-    if config.sde:
-        steps = np.arange(setup.sampling.schedule.steps)
-        stochastic_I = jnp.asarray(np.isin(steps, sde_steps(setup, step)))
-    latents = [
-        states.sample_latents(
-            policy, ctx_BSE[first : first + size], tools.uncond_1SE, key,
-            jnp.arange(first, first + size), stochastic_I=stochastic_I, setup=setup,
-        )
-        for first in range(0, len(item.texts) * K, size)
-    ]  # fmt: skip
-    times: dict[str, float] = {}
-    videos = [states.decode(tools.vae, x0, setup=setup) for x0 in latents]
-    videos = metrics.ready(list(zip(latents, videos, strict=True)), times)
-    reward = metrics.clocked(tools.reward, times, "collect/reward")
-    texts = [prompt for prompt in item.texts for _ in range(K)]
-    scores_MPK, found = rewards.score(
-        videos, texts, reward, setup.rewards,
-        group=K, step=step, failure=setup.reward_failure,
-    )  # fmt: skip
-    weights = list(setup.rewards.values())
-    adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
-    adv_B = jnp.asarray(adv_PK.reshape(-1), jnp.float32)
-    return Batch(jnp.concatenate(latents), ctx_BSE, tools.uncond_1SE, adv_B, step, found | times)
+def collect(state: states.State, setup: Setup, item: Item, tools: Tools) -> Batch:
+    """Sample K clips per prompt by the old policy, score them and form advantages; see
+    groups.collect."""
+    policy, keywords = states.rollout_params(state, SAMPLED), _rollout_keywords(setup)
+    if setup.algorithm.sde:
+        every = np.arange(setup.sampling.schedule.steps)
+        chosen = np.isin(every, sde_steps(setup, int(state.step)))
+        keywords["stochastic_I"] = jnp.asarray(chosen)
+
+    def sample(ctx_BSE, key, ids):
+        x0 = sampling.latents(policy, ctx_BSE, tools.uncond_1SE, key, ids, **keywords)
+        return x0, x0
+
+    latents, fields = groups.collect(state, setup, item, tools, sample)
+    return Batch(x0_B=jnp.concatenate(latents), **fields)
 
 
-def sde_steps(setup: states.Setup, epoch: int):
-    """Steps of an epoch's rollouts that are stochastic."""
-    if not setup.algorithm.sde:
-        return ()
-    plan = setup.sampling.schedule
-    return schedule.sde_steps(plan, setup.sde.strategy, epoch=epoch, seed=setup.seed)
-
-
-def forwards(setup: states.Setup) -> dict[str, int]:
-    """Forward passes of one sample that a step takes, by phase; a backward pass counts two, and
-    what remat repeats counts nothing."""
-    config: Config = setup.algorithm
-    passes = {e: 1 + (getattr(setup.sampling.guidance, e) != 1) for e in setup.model.experts}
-    plan = setup.sampling.schedule
-    steps = {"high": plan.high_steps, "low": plan.steps - plan.high_steps}
-    samples = config.prompts_per_step * config.group_size
-    collect = sum(steps[e] * passes[e] for e in passes)
-    beside = {"nft": 1, "awm": 1 + bool(config.awm.get("ema_kl_beta")), "dpo": 1}[config.loss]
-    rows = config.timesteps * (2 * config.prompts_per_step if config.loss == "dpo" else samples)
-    kl = {e: config.loss != "dpo" and config.kl_beta[e] != 0 for e in setup.experts}
-    update = sum(passes[e] * (3 + beside + kl[e]) for e in setup.experts)
-    return {"collect": samples * collect, "update": rows * update}
-
-
-def update(state, setup, batch: Batch):
+def update(state: states.State, setup: Setup, batch: Batch):
     """Take config.updates optimizer steps per expert, then move old; returns (state, metrics)."""
     config: Config = setup.algorithm
-    if batch.version != int(state.step):
-        raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
-    data = _noised(batch, setup=setup)
+    steps.check_version(batch, state)
+    data, collected = _noised(batch, setup=setup), []
     units = data[setup.experts[0]]["t_UT"].shape[0]
-    order = np.random.default_rng((setup.seed, batch.version)).permutation(units)
-    slots = {expert: list(range(config.timesteps)) for expert in setup.experts}
-    collected, first = [], 0
-    for number, share in enumerate(np.split(order, config.updates)):
-        index_sets = optim.micro_batches(
-            slots, np.sort(share), micro_samples=config.micro_samples,
-            micro_steps=config.micro_steps, mix=config.mix_experts,
-        )  # fmt: skip
-        for index in index_sets:
-            trained, opt, metrics = _minibatch(
-                {e: states.trainable(state, setup)[e] for e in index},
-                {e: state.opt[e] for e in index},
-                {e: states.frozen(state, setup)[e] for e in index},
-                {e: {n: states.averaged(state, n)[e] for n in ("old", "ema")} for e in index},
-                data, index, setup=setup,
-            )  # fmt: skip
-            state = states.replace_trainable(state, setup, trained)
-            state = state.replace(opt={**state.opt, **opt})
-            collected.append(metrics)
-        first = first or len(collected)
+    for number, share in enumerate(groups.shares(setup, batch.version, units)):
+
+        def minibatch(trained, opt, frozen, index, state=state):
+            averages = _averages(state, index)
+            return _minibatch(trained, opt, frozen, averages, data, index, setup=setup)
+
+        index_sets = steps.index_sets(_slots(setup), share, config)
+        state, found = steps.take(state, setup.training, index_sets, minibatch)
+        collected.append(found)
         taken = batch.version * config.updates + number + 1  # optimizer steps, this one included
         decay = float(nft.evaluation_decay(taken, config.ema_decay))
         state = _follow(state, setup, "ema", decay)
     taken = (batch.version + 1) * config.updates
     decay = float(nft.old_decay(taken, config.old_decay))
     state = _follow(state, setup, "old", decay)
-    metrics = optim.merge_metrics(collected, first if batch.version == 0 else 0)
-    metrics |= {"nft/old_decay": decay}
+    metrics = steps.merged(collected, batch.version) | {"nft/old_decay": decay}
     return state.replace(step=state.step + 1), metrics
+
+
+def sde_steps(setup: Setup, epoch: int) -> np.ndarray:
+    """Steps of an epoch's rollouts that are stochastic."""
+    if not setup.algorithm.sde:
+        return np.arange(0)
+    plan, strategy = setup.sampling.schedule, setup.sde.strategy
+    return schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
+
+
+def forwards(setup: Setup) -> dict[str, int]:
+    """Forward passes of a step by phase, see algorithms.Extras."""
+    config, each = setup.algorithm, groups.passes(setup)
+    samples = config.prompts_per_step * config.group_size
+    rows = config.timesteps * (2 * config.prompts_per_step if config.loss == "dpo" else samples)
+    update = sum(each[e] * (3 + _beside(config, e)) for e in setup.experts)
+    return {"collect": samples * groups.rollout_forwards(setup), "update": rows * update}
+
+
+def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Program]:
+    """The jitted functions of a step, see algorithms.Program."""
+    config: Config = setup.algorithm
+    policy, fields = states.rollout_params(state, SAMPLED), groups.batch_shapes(setup, tools)
+    samples = fields["adv_B"].shape[0]
+
+    def data(made):
+        x0 = groups.grown(made["rollout"], 0, samples)
+
+        def noised(x0, ctx_BSE, uncond_1SE):
+            adv_B = np.zeros(samples, np.float32)  # Flow-DPO sorts them on the host
+            return _noised(Batch(x0, ctx_BSE, uncond_1SE, adv_B, 0, {}), setup=setup)
+
+        shapes = jax.eval_shape(noised, x0, fields["ctx_BSE"], fields["uncond_1SE"])
+        return steps.whole(shapes) | {"x0_B": x0}
+
+    def flops(expert):
+        each = 2 if config.loss == "dpo" else 1
+        return each * groups.pair_flops(setup, expert, extra=_beside(config, expert))
+
+    def arguments(*given):
+        return (policy, *given)
+
+    keywords = _rollout_keywords(setup)
+    if config.sde:
+        keywords["stochastic_I"] = steps.shape(setup.sampling.schedule.steps, dtype=bool)
+    found = groups.rollout_programs(
+        setup, tools, sampling.latents, arguments, keywords, lambda out: out
+    )
+    index_sets = steps.index_sets(_slots(setup), np.arange(_share(config)), config)
+    return found | steps.programs(
+        _minibatch, {"setup": setup}, state, setup.training, index_sets, data,
+        flops=flops, calls=config.updates, beside=lambda experts: (_averages(state, experts),),
+    )  # fmt: skip
+
+
+def _rollout_keywords(setup) -> dict:
+    """The static arguments of sampling.latents."""
+    found = {"model": setup.model, "plan": setup.sampling}
+    return found | ({"sde": setup.sde} if setup.algorithm.sde else {})
+
+
+def _beside(config: Config, expert: str) -> int:
+    """Forwards without gradient of a clip: of the old policy, and where they count, the reference's
+    and the evaluation average's."""
+    if config.loss == "dpo":
+        return 1  # the reference alone
+    ema = config.loss == "awm" and config.awm.ema_kl_beta != 0
+    return 1 + (config.kl_beta[expert] != 0) + ema
+
+
+def _averages(state, experts) -> dict:
+    """{expert: {"old", "ema": tree}}."""
+    return {e: {n: states.averaged(state, n)[e] for n in ("old", "ema")} for e in experts}
 
 
 def _follow(state, setup, name: str, decay: float):
     """average <- decay·average + (1 − decay)·trained; exactly the trained tree at decay 0."""
-    moved = trees.lerp(states.trainable(state, setup), states.averaged(state, name), decay)
-    return states.average(state, name, moved)
+    trained = states.trainable(state, setup.training)
+    return states.average(state, name, trees.lerp(trained, states.averaged(state, name), decay))
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
@@ -243,13 +266,13 @@ def _minibatch(trained, opt, frozen, averages, data, index, *, setup):
             tree, frozen[expert], averages[expert], data, *couples, setup=setup, expert=expert
         )
 
-    return optim.step(loss, trained, opt, index, setup.optim)
+    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert):
     """Loss and scalar statistics of M (timestep, unit) couples, all of one expert."""
     config: Config = setup.algorithm
-    levels = data[expert]
+    plan, levels = setup.sampling, data[expert]
     sigma_M, t_M = levels["sigma_UT"][unit_M, slot_M], levels["t_UT"][unit_M, slot_M]
     shape = data["x0_B"].shape[1:]
     noise = sampler.initial_noise(levels["key"], unit_M * config.timesteps + slot_M, shape)
@@ -257,38 +280,43 @@ def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert
     if config.loss == "dpo":  # both clips of a pair under the same level and noise
         sample_M = jnp.concatenate([data["win_U"][unit_M], data["lose_U"][unit_M]])
         sigma_M, t_M, noise = (jnp.concatenate([a, a]) for a in (sigma_M, t_M, noise))
-    x0, ctx = data["x0_B"][sample_M], data["ctx_BSE"][sample_M]
-    adv = data["adv_B"][sample_M]
+    x0, ctx, adv = data["x0_B"][sample_M], data["ctx_BSE"][sample_M], data["adv_B"][sample_M]
     x_t = flow.add_noise(x0, noise, sigma_M)
-    uncond = jnp.broadcast_to(data["uncond_1SE"], (x0.shape[0], *data["uncond_1SE"].shape[1:]))
 
-    def velocity(params, adapter):
-        return states.velocity(setup, expert, params, adapter, ctx, uncond)(x_t, t_M)
+    def velocity(policy):
+        run = sampling.velocity(
+            policy, ctx, data["uncond_1SE"], config=setup.model.wan,
+            scale=getattr(plan.guidance, expert), mode=plan.guidance_mode,
+        )  # fmt: skip
+        return run(x_t, t_M)
 
-    policy = lambda tree: velocity(frozen, tree) if setup.lora.rank else velocity(tree, {})
+    def of(tree):
+        return velocity(states.policy(setup.training, tree, frozen))
+
     kl_beta = config.kl_beta[expert]
-    v_new = policy(trained)
-    v_ref = velocity(frozen, {}) if kl_beta and config.loss != "dpo" else None
+    v_new, reference = of(trained), (frozen, {})
     if config.loss == "dpo":
         # a sample paired with itself: its gradients would cancel only up to rounding, which Adam
         # then blows up
         alone = (data["win_U"] == data["lose_U"])[jnp.concatenate([unit_M, unit_M])]
         alone = alone.reshape(-1, 1, 1, 1, 1)
         v_new = jnp.where(alone, jax.lax.stop_gradient(v_new), v_new)
-        halves = [half for a in (v_new, velocity(frozen, {}), x0) for half in jnp.split(a, 2)]
+        halves = [half for a in (v_new, velocity(reference), x0) for half in jnp.split(a, 2)]
         loss, aux = dpo.dpo_loss(*halves, noise[: len(unit_M)], beta=config.dpo_beta)
-    elif config.loss == "awm":
-        v_ema = policy(averages["ema"]) if config.awm.get("ema_kl_beta") else None
-        loss, aux = awm.awm_loss(
-            v_new, policy(averages["old"]), v_ref, v_ema, x0, noise, sigma_M, adv,
-            adv_clip_max=config.adv_clip_max, kl_beta=kl_beta, **config.awm,
-        )  # fmt: skip
     else:
-        loss, aux = nft.nft_loss(
-            v_new, policy(averages["old"]), v_ref, x0, x_t, sigma_M, adv,
-            nft_beta=config.beta, kl_beta=kl_beta,
-            adv_clip_max=config.adv_clip_max, mode=config.mode,
-        )  # fmt: skip
+        v_ref = velocity(reference) if kl_beta else None
+        given = dict(kl_beta=kl_beta, adv_clip_max=config.adv_clip_max)
+        if config.loss == "awm":
+            v_ema = of(averages["ema"]) if config.awm.ema_kl_beta else None
+            loss, aux = awm.awm_loss(
+                v_new, of(averages["old"]), v_ref, v_ema, x0, noise, sigma_M, adv,
+                settings=config.awm, **given,
+            )  # fmt: skip
+        else:
+            loss, aux = nft.nft_loss(
+                v_new, of(averages["old"]), v_ref, x0, x_t, sigma_M, adv,
+                nft_beta=config.beta, mode=config.mode, **given,
+            )  # fmt: skip
     aux["v_rms"] = jnp.sqrt(jnp.square(v_new).mean())
     return loss, {f"{config.loss}/{name}": value for name, value in aux.items()}
 
@@ -308,15 +336,26 @@ def _noised(batch: Batch, *, setup) -> dict:
         data |= {"win_U": jnp.asarray(win_U), "lose_U": jnp.asarray(lose_U)}
         units = jnp.arange(len(win_U))
     base = jax.random.fold_in(jax.random.key(setup.seed + 1), batch.version)
-    for number, (expert, steps) in enumerate(_ranges(setup).items()):
+    for number, (expert, levels) in enumerate(_ranges(setup).items()):
         key = jax.random.fold_in(base, number)
-        chosen = nft.stratified_steps(key, units, config.timesteps, steps.start, steps.stop)
+        chosen = nft.stratified_steps(key, units, config.timesteps, levels.start, levels.stop)
         data[expert] = {
             "sigma_UT": jnp.asarray(plan.sigmas, jnp.float32)[chosen],
             "t_UT": jnp.asarray(plan.timesteps, jnp.float32)[chosen],
             "key": jax.random.fold_in(key, 1),
         }
     return data
+
+
+def _share(config: Config) -> int:
+    """How many units one optimizer step takes."""
+    each = 1 if config.loss == "dpo" else config.group_size
+    return each * config.prompts_per_step // config.updates
+
+
+def _slots(setup) -> dict[str, list[int]]:
+    """{trained expert: numbers of the timesteps of a unit}."""
+    return {expert: list(range(setup.algorithm.timesteps)) for expert in setup.experts}
 
 
 def _ranges(setup) -> dict[str, range]:

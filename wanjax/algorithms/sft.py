@@ -20,34 +20,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import optim, sampler
+from wanjax import optim, sampler, sampling
 from wanjax import state as states
-from wanjax.data import text
+from wanjax.algorithms import Program, Tools, steps
+from wanjax.data import Item, text
 from wanjax.losses import flow
 from wanjax.models import condition
 from wanjax.parallel import sharding
+from wanjax.settings import MicroConfig, Setup, fields_of
 
 DATA = "latents"
 ROLES = ()  # beside the student
-SAMPLED = EVALUATED = "default"
+EVALUATED = "default"
 WEIGHTINGS = ("none", "bell")
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
+class Config(MicroConfig):
     """Settings of the algorithm."""
 
-    prompts_per_step: int  # clips a step
-    micro_samples: int = 8  # clips per micro-batch
-    micro_steps: int = 1  # timesteps of each of them per micro-batch
-    mix_experts: bool = False  # a micro-batch holds all timesteps of its clips, both experts
-    timesteps: int = 1  # of a clip per expert and step
-    density: flow.Density = flow.Density()
-    weighting: str = "none"  # of the error by t: none, bell (flow.bell_weight)
-    caption_dropout: float = 0.1
-    bins: int = 4  # of t in each expert's range, for validation
-    group_size: int = 1  # as the other algorithms have them
-    updates: int = 1
+    clips: int  # a step
+    timesteps: int  # of a clip per expert and step
+    density: flow.Density
+    weighting: str  # of the error by t: none, bell (flow.bell_weight)
+    caption_dropout: float
+    bins: int  # of t in each expert's range, for validation
 
 
 def make_config(config, roles: dict) -> Config:
@@ -55,15 +52,10 @@ def make_config(config, roles: dict) -> Config:
     del roles
     own = config.sft.to_dict()
     density = flow.Density(*(own.pop(key) for key in ("density", "mean", "std", "scale")))
-    micro = {key: config[key] for key in ("micro_samples", "micro_steps", "mix_experts")}
-    dropout = config.data.caption_dropout
-    return Config(config.data.batch, density=density, caption_dropout=dropout, **micro, **own)
-
-
-def sde_steps(setup: states.Setup, epoch: int):
-    """None: samples follow the solver alone."""
-    del setup, epoch
-    return ()
+    return Config(
+        **fields_of(MicroConfig, config), **own, density=density, clips=config.data.batch,
+        caption_dropout=config.data.caption_dropout,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +69,7 @@ class Batch:
     metrics: dict
 
 
-def check(setup: states.Setup) -> None:
+def check(setup: Setup) -> None:
     """Raise ValueError for settings that cannot run, before anything is compiled."""
     config: Config = setup.algorithm
     if config.weighting not in WEIGHTINGS:
@@ -92,18 +84,23 @@ def check(setup: states.Setup) -> None:
             raise ValueError(f"config.sft: {error}") from None
 
 
-def share(setup: states.Setup) -> int:
-    """Clips of one optimizer step."""
+def batches(setup: Setup) -> set[int]:
+    """Sizes of the micro-batches of an update."""
+    return steps.batches(_slots(setup), setup.algorithm.clips, setup.algorithm)
+
+
+def describe(setup: Setup) -> str:
+    """What one step works on."""
     config: Config = setup.algorithm
-    return config.prompts_per_step
+    return f"{config.clips} clips x {config.timesteps} timesteps for each trained expert"
 
 
-def init(key, setup: states.Setup, params: dict) -> states.State:
+def init(key, setup: Setup, params: dict) -> states.State:
     """State at step 0; nothing refers to the weights before training."""
-    return states.init(key, setup, params["student"], keep_reference=False)
+    return states.init(key, setup.training, params["student"], keep_reference=False)
 
 
-def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
+def collect(state, setup, item: Item, tools: Tools) -> Batch:
     """The clips of a step with some captions dropped; returns a Batch."""
     config: Config = setup.algorithm
     x0, ctx_BSE, uncond_1SE = _inputs(item, tools)
@@ -118,38 +115,49 @@ def collect(state, setup, item: states.Item, tools: states.Tools) -> Batch:
     return Batch(x0, ctx_BSE, item.cond, step, metrics)
 
 
-def forwards(setup: states.Setup) -> dict[str, int]:
-    """Forward passes of one sample that a step takes, by phase; a backward pass counts two."""
-    config: Config = setup.algorithm
-    return {"update": 3 * config.prompts_per_step * config.timesteps * len(setup.experts)}
-
-
-def update(state, setup, batch: Batch):
+def update(state: states.State, setup: Setup, batch: Batch):
     """Take an optimizer step per expert on the batch; returns (state at step + 1, metrics)."""
-    config: Config = setup.algorithm
-    if batch.version != int(state.step):
-        raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
+    steps.check_version(batch, state)
     data = _noised(batch, setup=setup)
-    index_sets = optim.micro_batches(
-        {expert: list(range(config.timesteps)) for expert in setup.experts},
-        np.arange(batch.x0_B.shape[0]), micro_samples=config.micro_samples,
-        micro_steps=config.micro_steps, mix=config.mix_experts,
+
+    def minibatch(trained, opt, frozen, index):
+        return _minibatch(trained, opt, frozen, data, index, setup=setup)
+
+    clips = np.arange(batch.x0_B.shape[0])
+    index_sets = steps.index_sets(_slots(setup), clips, setup.algorithm)
+    state, found = steps.take(state, setup.training, index_sets, minibatch)
+    return state.replace(step=state.step + 1), optim.merge_metrics(found)
+
+
+def forwards(setup: Setup) -> dict[str, int]:
+    """Forward passes of a step by phase, see algorithms.Extras."""
+    config: Config = setup.algorithm
+    return {"update": 3 * config.clips * config.timesteps * len(setup.experts)}
+
+
+def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Program]:
+    """The jitted functions of a step, see algorithms.Program."""
+    config: Config = setup.algorithm
+    x0 = steps.shape(config.clips, *sampling.latent_shape(setup.model, setup.sampling))
+    ctx = steps.shape(config.clips, *tools.uncond_1SE.shape[1:])
+
+    def noised(x0, ctx):
+        return _noised(Batch(x0, ctx, {}, 0, {}), setup=setup)
+
+    def flops(expert):
+        del expert
+        lora = bool(setup.training.lora.rank)
+        return steps.training_flops(setup.model.wan, steps.grid(setup), lora=lora)
+
+    index_sets = steps.index_sets(_slots(setup), np.arange(config.clips), config)
+    data = steps.whole(jax.eval_shape(noised, x0, ctx))
+    return steps.programs(
+        _minibatch, {"setup": setup}, state, setup.training, index_sets, lambda made: data,
+        flops=flops,
     )  # fmt: skip
-    collected = []
-    for index in index_sets:
-        trained, opt, metrics = _minibatch(
-            {e: states.trainable(state, setup)[e] for e in index},
-            {e: state.opt[e] for e in index},
-            {e: states.frozen(state, setup)[e] for e in index},
-            data, index, setup=setup,
-        )  # fmt: skip
-        state = states.replace_trainable(state, setup, trained)
-        state = state.replace(opt={**state.opt, **opt})
-        collected.append(metrics)
-    return state.replace(step=state.step + 1), optim.merge_metrics(collected)
 
 
-def validate(state, setup, item: states.Item, tools: states.Tools) -> dict[str, np.ndarray]:
+def validate(state, setup, item: Item, tools: Tools) -> dict[str, np.ndarray]:
     """{"eval/loss/<expert>", "eval/t<lo>-<hi>/<expert>": error [P] of each clip} of held-out clips.
 
     Each bin of t is measured at its middle, under noise that is the same in every call; the loss of
@@ -184,7 +192,7 @@ def _minibatch(trained, opt, frozen, data, index, *, setup):
     def loss(expert, tree, couples):
         return _couple_loss(tree, frozen[expert], data, *couples, setup=setup, expert=expert)
 
-    return optim.step(loss, trained, opt, index, setup.optim)
+    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def _couple_loss(trained, frozen, data, slot_M, clip_M, *, setup, expert):
@@ -194,9 +202,10 @@ def _couple_loss(trained, frozen, data, slot_M, clip_M, *, setup, expert):
     t_M, weight_M = levels["t_BT"][clip_M, slot_M], levels["weight_BT"][clip_M, slot_M]
     x0 = data["x0_B"][clip_M]
     noise = sampler.initial_noise(levels["key"], clip_M * config.timesteps + slot_M, x0.shape[1:])
-    params, adapter = (frozen, trained) if setup.lora.rank else (trained, {})
+    policy = states.policy(setup.training, trained, frozen)
     cond = jax.tree.map(lambda a: a[clip_M], data["cond"])
-    v, x0, noise = _predict(params, adapter, x0, noise, t_M, data["ctx_BSE"][clip_M], cond, setup)
+    ctx = data["ctx_BSE"][clip_M]
+    v, x0, noise = _predict(policy, x0, noise, t_M, ctx, cond, config=setup.model.wan)
     loss, aux = flow.flow_loss(v, x0, noise, weight_M)
     aux |= {"t": t_M.mean()}
     return loss, {f"sft/{name}": value for name, value in aux.items()}
@@ -204,26 +213,23 @@ def _couple_loss(trained, frozen, data, slot_M, clip_M, *, setup, expert):
 
 @functools.partial(jax.jit, static_argnames=("setup",))
 def _validation_error(policy, x0, ctx_BSE, cond, rows, key, t, *, setup):
-    pick = lambda a: a[rows]
     noise = sampler.initial_noise(key, rows, x0.shape[1:])
-    t_B = jnp.full(rows.shape, t)
-    params, adapter = sharding.to_device(policy)
-    cond = jax.tree.map(pick, cond)
-    return flow.flow_error(
-        *_predict(params, adapter, pick(x0), noise, t_B, pick(ctx_BSE), cond, setup)
-    )
+    x0, ctx_BSE, cond = jax.tree.map(lambda a: a[rows], (x0, ctx_BSE, cond))
+    t_B, policy = jnp.full(rows.shape, t), sharding.to_device(policy)
+    return flow.flow_error(*_predict(policy, x0, noise, t_B, ctx_BSE, cond, config=setup.model.wan))
 
 
-def _predict(params, adapter, x0, noise, t_B, ctx_BSE, cond, setup):
+def _predict(policy, x0, noise, t_B, ctx_BSE, cond, *, config):
     """(v, x0, noise) of the frames that are scored, at times t_B."""
-    x0 = sharding.constrain(x0, "batch", None, None, None, None)
+    params, adapter = policy
+    x0 = sampling.constrain(x0)
     x_t = flow.add_noise(x0, noise, t_B / 1000)
-    v = condition.denoise(params, adapter, x_t, t_B, ctx_BSE, cond, config=setup.model.wan)
+    v = condition.denoise(params, adapter, x_t, t_B, ctx_BSE, cond, config=config)
     given = 1 if cond and "first" in cond else 0
     return tuple(a[:, given:] for a in (v, x0, noise))
 
 
-def _inputs(item: states.Item, tools: states.Tools):
+def _inputs(item: Item, tools: Tools):
     """(latents, contexts, unconditional context) of an item, contexts of one length."""
     if item.x0_PTHWC is None:
         raise ValueError(
@@ -271,3 +277,8 @@ def _range(setup, expert: str) -> tuple[float, float]:
 
 def _shift(setup) -> float:
     return setup.sampling.schedule.shift
+
+
+def _slots(setup) -> dict[str, list[int]]:
+    """{trained expert: numbers of the timesteps of a clip}."""
+    return {expert: list(range(setup.algorithm.timesteps)) for expert in setup.experts}

@@ -5,8 +5,8 @@
     python -m wanjax.data inspect clips     what a folder of videos and captions holds
     python -m wanjax.data inspect cache     what a cache or a folder of parquet files holds
 
-A clip is cut to the longest --frames that it fills and to the --size nearest to its shape; nothing
-is enlarged. The command continues an interrupted one, and takes in files that are new.
+A clip is cut to the longest --frames it fills and to the --size closest to its aspect ratio;
+nothing is enlarged. Running the command again continues an interrupted one and adds new files.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import jax
 import numpy as np
 
-from wanjax import sample
+from wanjax import setup
 from wanjax.data import cache, latents, video
 
 
@@ -32,10 +32,9 @@ def main(argv=None) -> None:
     add("folder", help="videos and images, each with a .txt caption of the same name")
     add("--model", required=True, help="diffusers folder, any Wan checkpoint, or tinywan22")
     add("--out", required=True, help="folder of the cache")
-    add("--fps", required=True, help="frames a second to retime to (Wan: 16), or keep")
-    add(
-        "--frames", type=int, action="append", help="allowed length, repeatable; the model's, and 1"
-    )
+    add("--fps", required=True, help="frames per second to retime to (Wan: 16), or keep")
+    lengths = "allowed length, repeatable; default: the model's, and 1"
+    add("--frames", type=int, action="append", help=lengths)
     add("--size", action="append", help="allowed HEIGHTxWIDTH, repeatable; default: the model's")
     add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     look = commands.add_parser("inspect", help="print what a folder or a cache holds")
@@ -46,16 +45,16 @@ def main(argv=None) -> None:
     except ValueError as error:
         sys.exit(f"wanjax.data: {error}")
     except KeyboardInterrupt:
-        sys.exit("wanjax.data: stopped; the same command continues")
+        sys.exit("wanjax.data: stopped; run the same command to continue")
 
 
 def _cache(args) -> None:
     keep = args.fps == "keep"
     if not keep and not (_is_number(args.fps) and float(args.fps) > 0):
-        raise ValueError(f"--fps {args.fps}: expected a number of frames a second, or keep")
+        raise ValueError(f"--fps {args.fps}: expected a number of frames per second, or keep")
     sizes = tuple(map(_parse_size, args.size or ()))
     cache.media(args.folder)
-    params, model = sample.load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
+    params, model = setup.load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
     plan = model.sampling
     settings = cache.Settings(
         tuple(sorted(set(args.frames or (plan.frames, 1)))),
@@ -65,13 +64,13 @@ def _cache(args) -> None:
     outcomes = cache.build(args.folder, args.out, settings, params, model)
     print(cache.table(outcomes))
     if keep:
-        print(f"frames are kept: the model shows them at {plan.fps} a second, whatever they were")
+        print(f"every frame is kept: the model plays them at {plan.fps} fps, whatever they were")
     if not any(outcome.bucket for outcome in outcomes):
         raise ValueError(f"no file of {args.folder} could be used; the reasons are above")
 
 
 def inspect(folder) -> str:
-    """Text on a cache, on parquet files or on a folder of media."""
+    """Describe a cache, parquet files or a folder of media."""
     folder = pathlib.Path(folder)
     if (folder / "cache.json").is_file() or any(folder.rglob("*.parquet")):
         return _inspect_latents(folder)

@@ -1,13 +1,13 @@
-"""From a folder of captioned videos and images to latents and text rows, once, on disk.
+"""Encode a folder of captioned videos and images to latents and text rows, once, on disk.
 
-    cache/cache.json          model, fingerprints of its encoders, settings: equal for all clips
+    cache/cache.json          model, fingerprints of its encoders, settings: the same for all clips
           clips/<key>.safetensors   latents [T,H,W,C], text [S,E], and for image-to-video models
                                     first [T,H,W,C] and image [S',E']; caption and source in its
                                     header
-          report.json         every file of the folder: what became of it, and why
+          report.json         the outcome for every file of the folder, with the reason
 
 A key is a digest of the file's bytes, the caption, the settings and the encoders. A clip is written
-whole or not at all, so a run that was interrupted anywhere continues by itself.
+whole or not at all, so an interrupted run can simply be started again.
 
 Dims: T latent frames  H W latent height/width  C channels  S text rows  E text width
 """
@@ -36,23 +36,23 @@ from wanjax.models import condition, presets, umt5, vae
 from wanjax.parallel import sharding
 
 FORMAT = 1
-_AHEAD = 2  # files that are decoded while one is encoded
-_SLOWER = 0.9  # a source below this share of the asked frame rate would repeat frames
+_AHEAD = 2  # files decoded while one is encoded
+_SLOWER = 0.9  # a source below this share of the requested frame rate would repeat frames
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What clips are cut to. A clip gets the longest length that it fills, and of the sizes it
-    fills without enlarging the one nearest to its shape (the largest of equals)."""
+    """What clips are cut to. A clip gets the longest length it fills and, of the sizes that need
+    no enlarging, the one closest to its aspect ratio (the largest of equals)."""
 
     frames: tuple[int, ...]  # allowed lengths, 4n + 1
     sizes: tuple[tuple[int, int], ...]  # allowed (height, width) in pixels
-    fps: float | None  # frames a second after retiming; None keeps each frame
+    fps: float | None  # frames per second after retiming; None keeps every frame
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a file: used (its bucket), or not (the reason)."""
+    """What happened to a file: used (its bucket), or not (the reason)."""
 
     file: str
     bucket: str = ""  # frames x height x width
@@ -140,7 +140,10 @@ def fingerprint(tree) -> str:
     """Digest of a parameter tree from a row of each leaf, rounded to bfloat16: the same for one
     set of weights in any dtype and on any mesh."""
     leaves = trees.flatten(tree)
-    row = lambda a: a[(0,) * (a.ndim - 1)][:256].astype(jnp.bfloat16).astype(jnp.float32)
+
+    def row(a):
+        return a[(0,) * (a.ndim - 1)][:256].astype(jnp.bfloat16).astype(jnp.float32)
+
     rows = jax.jit(lambda leaves: jnp.concatenate([row(a) for a in leaves]))
     data = sharding.fetch(rows([leaf for _, leaf in sorted(leaves.items())]))
     shapes = json.dumps([[path, leaf.shape] for path, leaf in sorted(leaves.items())])
@@ -159,7 +162,7 @@ def identify(params: dict, model: presets.ModelConfig) -> dict:
 
 
 def header(path) -> dict:
-    """{"shapes": {tensor: shape}, and what else its header tells} of a clip; ValueError if cut."""
+    """{"shapes": {tensor: shape}, and the rest of its header} of a clip; ValueError if damaged."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -169,7 +172,7 @@ def header(path) -> dict:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """What was used by bucket, and what was not by reason."""
+    """Text table: used clips by bucket, the others by reason."""
     used, lost = collections.defaultdict(list), collections.defaultdict(list)
     for o in outcomes:
         (used[o.bucket] if o.bucket else lost[o.reason]).append(o)
@@ -188,9 +191,12 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
-    """(file, what `_prepare` gives) in order, some files ahead of the reader."""
+    """(file, what `_prepare` returns) in order, working a few files ahead of the reader."""
     with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
-        prepare = lambda file: pool.submit(_prepare, file, folder, settings, identity, out)
+
+        def prepare(file):
+            return pool.submit(_prepare, file, folder, settings, identity, out)
+
         queue = collections.deque((file, prepare(file)) for file in files[:_AHEAD])
         try:
             for following in [*files[_AHEAD:], *[None] * min(_AHEAD, len(files))]:
@@ -204,7 +210,7 @@ def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
 
 
 def _prepare(file, folder, settings: Settings, identity: dict, out):
-    """Outcome of a file that needs no work, or (its Outcome to be, frames, header facts)."""
+    """Outcome of a file that needs no work, or (its future Outcome, frames, header facts)."""
     name = file.relative_to(folder).as_posix()
     try:
         caption = caption_of(file)
@@ -226,7 +232,7 @@ def _prepare(file, folder, settings: Settings, identity: dict, out):
 
 
 def _cut(file, settings: Settings, image_to_video: bool):
-    """(frames_THWC of one bucket, their rate); ValueError with the reason to drop the file."""
+    """(frames_THWC of one bucket, frame rate); ValueError with the reason to drop the file."""
     meta = video.probe(file)
     if settings.fps and 0 < meta["fps"] < _SLOWER * settings.fps:
         raise ValueError(
@@ -245,14 +251,18 @@ def _cut(file, settings: Settings, image_to_video: bool):
 
 
 def _size(source, sizes):
-    """The allowed size nearest in shape to (height, width) among those it covers."""
+    """The allowed size closest in aspect ratio to (height, width), among those it covers."""
     fitting = [s for s in sizes if s[0] <= source[0] and s[1] <= source[1]]
     if not fitting:
         smallest = min(sizes, key=math.prod)
         listed = "x".join(map(str, smallest))
         raise ValueError(f"{source[0]}x{source[1]} would have to be enlarged to {listed} (--size)")
-    stretch = lambda s: abs(math.log(s[0] / s[1]) - math.log(source[0] / source[1]))
-    return min(fitting, key=lambda s: (round(stretch(s), 6), -math.prod(s)))
+
+    def distance(size):
+        stretch = abs(math.log(size[0] / size[1]) - math.log(source[0] / source[1]))
+        return round(stretch, 6), -math.prod(size)
+
+    return min(fitting, key=distance)
 
 
 def _encoder(params: dict, model: presets.ModelConfig):
@@ -272,22 +282,23 @@ def _encoder(params: dict, model: presets.ModelConfig):
             found |= {"image": cond["image"]} if "image" in cond else {}
         return {name: a[0].astype(jnp.float32) for name, a in found.items()}
 
+    def read_text(ids, mask):
+        return sharding.fetch(read(params["text_encoder"], ids, mask))
+
     def encode(frames_THWC, caption):
-        ask = lambda ids, mask: sharding.fetch(read(params["text_encoder"], ids, mask))
         rows.clear()  # captions rarely repeat
         text.encode_prompts(
-            ask, tokenizer, [caption], length=model.wan.text_len, batch=1, cache=rows
+            read_text, tokenizer, [caption], length=model.wan.text_len, batch=1, cache=rows
         )
         found = pixels({k: v for k, v in params.items() if k not in model.experts}, frames_THWC)
-        return {n: sharding.fetch(a) for n, a in found.items()} | {
-            "text": rows[caption].astype(np.float32)
-        }
+        arrays = {name: sharding.fetch(a) for name, a in found.items()}
+        return arrays | {"text": rows[caption].astype(np.float32)}
 
     return encode
 
 
 def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
-    """Encode a clip and write its file; an Outcome with a reason when it gives no numbers."""
+    """Encode a clip and write its file; an Outcome with a reason if values are not finite."""
     tensors = encode(frames, facts["caption"])
     bad = [name for name, array in tensors.items() if not np.isfinite(array).all()]
     if bad:
@@ -295,7 +306,7 @@ def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
     facts = {**facts, "folder": str(folder.resolve())}
     path = out / "clips" / f"{outcome.key}.safetensors"
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    # one string, as safetensors writes several in any order
+    # one string, because safetensors writes several in arbitrary order
     _write(path, safetensors.numpy.save(tensors, {"clip": json.dumps(facts, sort_keys=True)}))
     return outcome
 
@@ -304,7 +315,7 @@ def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
 
 
 def _claim(out, settings: Settings, params, model) -> dict:
-    """Take `out` for these settings and encoders; returns what identifies both."""
+    """Claim `out` for these settings and encoders; returns what identifies both."""
     identity = identify(params, model) | json.loads(json.dumps(asdict(settings)))
     file = out / "cache.json"
     if file.is_file():
@@ -326,11 +337,11 @@ def _claim(out, settings: Settings, params, model) -> dict:
 
 
 def _forget(out, folder, keys) -> None:
-    """Remove clips of this folder whose file or caption has changed or gone."""
+    """Remove clips of this folder whose file or caption has changed or is gone."""
     for path in sorted((out / "clips").glob("*.safetensors")):
         if path.stem not in keys and header(path).get("folder") == str(folder.resolve()):
             path.unlink()
-            print(f"cache    removed {path.name}: its file or caption has changed or gone")
+            print(f"cache    removed {path.name}: its file or caption has changed or is gone")
 
 
 def _write(path, data: bytes) -> None:

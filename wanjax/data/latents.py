@@ -1,16 +1,16 @@
-"""Clips as latents and text rows: caches of ours and parquet files of FastVideo, and the endless,
+"""Clips as latents and text rows: our own caches and FastVideo's parquet files, and the endless,
 seeded, random-access stream of batches that training draws from.
 
 A batch holds clips of one shape. Shapes take turns in proportion to their clips, in a shuffled
-order that is drawn anew after every clip has been seen about once; the clips of a shape come in
-fresh permutations (grain's shuffle). So the batch of a step is a function of (clips, batch, seed,
-step), and the cursor of a run is the step, whatever the number of hosts; every host knows all texts
-and reads the latents of its own rows only.
+order that is redrawn once every clip has been seen about once; the clips of a shape come in fresh
+permutations (grain's shuffle). So the batch of a step is a function of (clips, batch, seed, step),
+and the cursor of a run is the step, whatever the number of hosts; every host knows all texts and
+reads the latents of its own rows only.
 
-Clips are held out by a digest of their content, so a clip stays on its side when others come.
+Clips are held out by a digest of their content, so a clip stays on its side when others are added.
 
 FastVideo's columns are {vae_latent, text_embedding, first_frame_latent, clip_feature}_{bytes,
-shape, dtype}; latents are raw posterior means, channels first, first-frame latents are normalised.
+shape, dtype}; latents are raw posterior means, channels first; first-frame latents are normalised.
 
 P clips of a batch  T latent frames  H W latent height/width  C channels  S text rows  E text width
 """
@@ -31,8 +31,7 @@ import numpy as np
 import safetensors
 from jax.sharding import NamedSharding
 
-from wanjax import state as states
-from wanjax.data import cache, prompts, text
+from wanjax.data import Item, cache, prompts, text
 from wanjax.models import condition, presets, vae
 from wanjax.parallel import sharding
 
@@ -43,7 +42,7 @@ _COLUMNS |= {"first": "first_frame_latent", "image": "clip_feature"}
 
 @dataclass(frozen=True)
 class Clip:
-    """What is known of a clip without reading its arrays."""
+    """What is known about a clip without reading its arrays."""
 
     caption: str
     digest: str  # of its content, hexadecimal
@@ -53,13 +52,13 @@ class Clip:
     first: Shape | None  # of the first frame's latents
     image: Shape | None  # of its CLIP tokens [S,E]
     file: str
-    group: int | None = None  # of a parquet file
-    row: int = 0  # in the group
+    group: int | None = None  # row group of a parquet file
+    row: int = 0  # in that group
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The clips of a folder in a fixed order, and for a cache what made it."""
+    """The clips of a folder in a fixed order, and for a cache what it was made with."""
 
     path: str
     clips: tuple[Clip, ...]
@@ -111,12 +110,12 @@ def load(clip: Clip, names, code: vae.VAEConfig) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class LatentStream:
-    """An endless shuffled stream, `batch` clips of one shape a step."""
+    """An endless shuffled stream, `batch` clips of one shape per step."""
 
     source: Source
     batch: int
     seed: int
-    holdout: float  # share of the clips that is never trained on
+    holdout: float  # share of the clips never trained on
     model: presets.ModelConfig
     first_frame: bool = False  # give TI2V-5B the clip's first frame; I2V models always get it
 
@@ -153,7 +152,7 @@ class LatentStream:
 
     @functools.cached_property
     def text_rows(self) -> int:
-        """S of every batch, so that the length of captions compiles nothing anew."""
+        """S of every batch, so that caption lengths cause no recompilation."""
         return text.bucket(max(clip.rows for clip in self.source.clips), self.model.wan.text_len)
 
     def choose(self, step: int) -> list[Clip]:
@@ -171,8 +170,8 @@ class LatentStream:
         first = before * self.batch
         return [group[shuffled[i]] for i in range(first, first + self.batch)]
 
-    def at(self, step: int) -> states.Item:
-        """The batch of a step; the next one is read meanwhile."""
+    def at(self, step: int) -> Item:
+        """The batch of a step; the next one is prefetched."""
         ahead = self._ahead.pop(step, None)
         clips = self.choose(step)
         found = ahead.result() if ahead else self._read(clips, self._arrays(clips))
@@ -181,7 +180,7 @@ class LatentStream:
         self._ahead[step + 1] = later
         return self._item(clips, found, self._arrays(clips))
 
-    def heldout(self) -> Iterator[tuple[states.Item, int]]:
+    def heldout(self) -> Iterator[tuple[Item, int]]:
         """(batch, how many of its first rows count) over all held-out clips; rows beyond repeat."""
         for group in buckets(self.held).values():
             for first in range(0, len(group), self.batch):
@@ -190,10 +189,10 @@ class LatentStream:
                 names = self._arrays(clips)
                 yield self._item(clips, self._read(clips, names), names), len(real)
 
-    def preview(self, count: int, shape: Shape) -> states.Item | None:
-        """Text rows and cond of the first clips, held-out ones if any, to make sample videos from.
+    def preview(self, count: int, shape: Shape) -> Item | None:
+        """Text rows and cond of the first clips, held-out ones if any, for sample videos.
 
-        shape: latents of a sample; where the model takes a first frame only such clips serve.
+        shape: latents of a sample; a model that takes a first frame needs clips of this shape.
         """
         conditional = condition.kind(self.model) == "latents" or self.first_frame
         clips = [c for c in self.held or self.clips if not conditional or c.shape == shape][:count]
@@ -203,7 +202,7 @@ class LatentStream:
         return self._item(clips, self._read(clips, names), names)
 
     def describe(self) -> str:
-        """A line on the clips, and one on each shape."""
+        """A line about the clips, and one per shape."""
         rows = [
             f"clips    {len(self.clips)} trained on, {len(self.held)} held out, "
             f"texts of up to {self.text_rows} rows"
@@ -218,7 +217,7 @@ class LatentStream:
         return found | {"clips": len(self.clips), "digest": _digest(self.clips)}
 
     def resume(self, state: dict) -> int:
-        """Return the next step of a saved state; ValueError if it is of another stream."""
+        """Return the next step of a saved state; ValueError if it is of a different stream."""
         return prompts.next_step(
             state, self.state(state["step"]), "clips", "config.data and the folder it names"
         )
@@ -236,11 +235,12 @@ class LatentStream:
         return concurrent.futures.ThreadPoolExecutor(1, "latents")
 
     def _read(self, clips, names) -> list[dict]:
-        """Text and named arrays of each clip; those that other processes hold are left out, but
-        for the text."""
+        """Text of every clip, and the named arrays of those this process holds."""
         mine = _rows(self._layout(len(clips)), len(clips))
-        wanted = lambda row: ("text", *names) if row in mine else ("text",)
-        return [load(clip, wanted(i), self.model.vae) for i, clip in enumerate(clips)]
+        return [
+            load(clip, ("text", *names) if i in mine else ("text",), self.model.vae)
+            for i, clip in enumerate(clips)
+        ]
 
     def _arrays(self, clips) -> tuple[str, ...]:
         if clips[0].shape is None:
@@ -248,7 +248,7 @@ class LatentStream:
         given = ("first", "image")[: 1 + (self.model.image is not None)]
         return ("latents", *(given if condition.kind(self.model) == "latents" else ()))
 
-    def _item(self, clips, arrays, names) -> states.Item:
+    def _item(self, clips, arrays, names) -> Item:
         rows = [found["text"] for found in arrays]
         ctx_PSE = np.zeros((len(clips), self.text_rows, rows[0].shape[1]), np.float32)
         for i, row_SE in enumerate(rows):
@@ -258,17 +258,22 @@ class LatentStream:
         x0, cond = found.get("latents"), None
         if "first" in found:
             cond = condition.of_latents(found["first"], found.get("image"))
-        elif self.first_frame and x0 is not None and x0.shape[1] > 1:  # one frame leaves no video
+        elif (
+            self.first_frame and x0 is not None and x0.shape[1] > 1
+        ):  # a single frame leaves no video
             cond = {"first": x0[:, :1]}
-        return states.Item(texts, ctx_PSE, x0, cond)
+        return Item(texts, ctx_PSE, x0, cond)
 
     def _place(self, arrays, name):
-        """One array [P, ...] over the mesh, of rows of which each process has its own."""
+        """One array [P, ...] over the mesh, from the rows that each process holds."""
         count, sample = len(arrays), next(a[name] for a in arrays if name in a)
         layout = self._layout(count)
         if layout is None:
             return jax.numpy.asarray(np.stack([a[name] for a in arrays]))
-        part = lambda index: np.stack([a[name] for a in arrays[index[0]]])
+
+        def part(index):
+            return np.stack([a[name] for a in arrays[index[0]]])
+
         return jax.make_array_from_callback((count, *sample.shape), layout, part)
 
     def _layout(self, count: int):
@@ -286,7 +291,7 @@ class LatentStream:
 
 
 def _rows(layout, count: int) -> set[int]:
-    """Rows that lie on devices of this process."""
+    """Rows held by devices of this process."""
     if layout is None:
         return set(range(count))
     indices = layout.addressable_devices_indices_map((count,)).values()
@@ -329,12 +334,12 @@ def _check(source: Source, model: presets.ModelConfig) -> None:
 
 
 def check_encoders(source: Source, params: dict) -> None:
-    """Raise ValueError when a cache was made by another VAE or text encoder than the model's."""
+    """Raise ValueError when a cache was made by a VAE or text encoder other than the model's."""
     for part in ("vae", "text_encoder"):
         if part in source.identity and source.identity[part] != cache.fingerprint(params[part]):
             raise ValueError(
-                f"the cache {source.path} was made by another {part.replace('_', ' ')} than that "
-                "of config.model.path; cache the clips again with this model"
+                f"the cache {source.path} was made by a different {part.replace('_', ' ')} from "
+                "that of config.model.path; cache the clips again with this model"
             )
 
 
@@ -371,16 +376,21 @@ def _of_parquet(file) -> list[Clip]:
         rows = parquet.read_row_group(group, columns=sorted(wanted & has)).to_pylist()
         for number, row in enumerate(rows):
             shapes = {name: tuple(row.get(f"{c}_shape") or ()) for name, c in _COLUMNS.items()}
-            last = lambda s: _channels_last(s) if s else None
-            parts = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
-            digest = hashlib.sha256(parts.encode()).hexdigest()
+            identity = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
             length, width = list(shapes["text"])
-            clips.append(
-                Clip(
-                    row["caption"], digest, last(shapes["latents"]), length, width,
-                    last(shapes["first"]), shapes["image"] or None, str(file), group, number,
-                )
-            )  # fmt: skip
+            clip = Clip(
+                caption=row["caption"],
+                digest=hashlib.sha256(identity.encode()).hexdigest(),
+                shape=_channels_last(shapes["latents"]),
+                rows=length,
+                width=width,
+                first=_channels_last(shapes["first"]),
+                image=shapes["image"] or None,
+                file=str(file),
+                group=group,
+                row=number,
+            )
+            clips.append(clip)
     return clips
 
 
@@ -388,12 +398,11 @@ def _where(clip: Clip) -> str:
     return clip.file if clip.group is None else f"{clip.file} row {clip.row} of group {clip.group}"
 
 
-def _channels_last(shape) -> Shape:
-    channels, *rest = shape
-    return (*rest, channels)
+def _channels_last(shape) -> Shape | None:
+    return (*shape[1:], shape[0]) if shape else None
 
 
-@functools.lru_cache(maxsize=2)  # rows of a group are drawn in any order: all of it is read
+@functools.lru_cache(maxsize=2)  # rows of a group are drawn in any order, so it is read whole
 def _row_group(file, group: int, columns: tuple[str, ...]):
     return _pyarrow().ParquetFile(file).read_row_group(group, columns=list(columns))
 
@@ -416,7 +425,7 @@ def _load_parquet(clip: Clip, names, code: vae.VAEConfig) -> dict[str, np.ndarra
 
 
 def _array(data: bytes, shape, dtype: str, *, where: str) -> np.ndarray:
-    """Bytes as float32; the stated dtype must account for their number."""
+    """Bytes as float32; their number must fit shape and dtype."""
     known = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
     if known.get(dtype, 0) * math.prod(shape) != len(data):
         raise ValueError(

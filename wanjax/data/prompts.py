@@ -2,8 +2,8 @@
 
 Each epoch is a fresh permutation of all prompts (grain's shuffle, a function of seed and position),
 so the batch of a step is a function of (prompts, batch, seed, step). The cursor of a run is then
-one integer, the step, whatever the number of hosts; how many samples a prompt gets (the group size)
-is up to the algorithm.
+one integer, the step, whatever the number of hosts; the number of samples per prompt (the group
+size) is up to the algorithm.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def load_prompts(path) -> tuple[str, ...]:
-    """Read a UTF-8 text file with one prompt a line; lines that start with # are comments.
+    """Read a UTF-8 text file with one prompt per line; lines that start with # are comments.
 
     Blank lines are skipped with a notice. Raises ValueError for a file without any prompt.
     """
@@ -31,7 +31,7 @@ def load_prompts(path) -> tuple[str, ...]:
     lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
     prompts = tuple(line for line in lines if line and not line.startswith("#"))
     if not prompts:
-        raise ValueError(f"{path} holds no prompt in its {len(lines)} lines; expected one a line")
+        raise ValueError(f"{path} holds no prompt in its {len(lines)} lines; expected one per line")
     blank = [number for number, line in enumerate(lines, 1) if not line]
     if blank:
         listed = ", ".join(map(str, blank[:5])) + (", …" if len(blank) > 5 else "")
@@ -41,7 +41,7 @@ def load_prompts(path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PromptStream:
-    """An endless shuffled stream, `batch` prompts a step; equal fields give equal batches."""
+    """An endless shuffled stream, `batch` prompts per step; equal fields give equal batches."""
 
     prompts: tuple[str, ...]
     batch: int
@@ -70,7 +70,7 @@ class PromptStream:
         return {"step": step, "batch": self.batch, "seed": self.seed, "prompts_crc32": digest}
 
     def resume(self, state: dict[str, int]) -> int:
-        """Return the next step of a saved state; ValueError if it is of another stream."""
+        """Return the next step of a saved state; ValueError if it is of a different stream."""
         return next_step(
             state, self.state(state["step"]), "prompts", "the prompts file and the prompts per step"
         )

@@ -1,4 +1,4 @@
-"""From prompts to text embeddings, exactly as Wan does it.
+"""Prompts to text embeddings, exactly as Wan does it.
 
     clean:    ftfy → html unescape twice → strip → collapse whitespace → strip
     tokenize: sentencepiece pieces, </s> appended, cut at 512 tokens, padded on the right
@@ -10,16 +10,22 @@ instead of carrying 512 rows.
 B prompts  S text tokens  E text width
 """
 
+import functools
 import html
 import pathlib
 import re
 
 import ftfy
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from wanjax.models import presets, umt5
+from wanjax.parallel import sharding
+
 LENGTH = 512  # every Wan model was trained with it; diffusers' encode_prompt defaults to 226
+_BUCKET = 32  # contexts are multiples of this many rows, so that few shapes are compiled
 
 
 def clean(prompt: str) -> str:
@@ -29,7 +35,7 @@ def clean(prompt: str) -> str:
 
 
 def load_tokenizer(folder) -> tokenizers.Tokenizer:
-    """Read folder/tokenizer.json as it is written.
+    """Read folder/tokenizer.json as it stands.
 
     transformers 5 rebuilds it as its T5Tokenizer class, which drops byte fallback: characters
     outside the vocabulary (emoji, rare scripts) then become <unk> instead of the bytes that the
@@ -59,7 +65,7 @@ def load_tokenizer(folder) -> tokenizers.Tokenizer:
 def tokenize(tokenizer, prompts: list[str], length: int = LENGTH):
     """Clean and tokenize; return (ids_BS int32, mask_BS bool) with S = length.
 
-    Prompts longer than `length` lose their end (but keep </s>) and are named in a printed line.
+    Prompts longer than `length` are truncated (but keep </s>) and reported in a printed line.
     """
     _check_prompts(prompts)
     pad, eos = tokenizer.token_to_id("<pad>"), tokenizer.token_to_id("</s>")
@@ -79,9 +85,9 @@ def tokenize(tokenizer, prompts: list[str], length: int = LENGTH):
     return ids_BS, mask_BS
 
 
-def bucket(tokens: int, length: int = LENGTH, step: int = 32) -> int:
-    """Round up to a multiple of step (at most length), so that few shapes are compiled."""
-    return min(-(-tokens // step) * step, length)
+def bucket(tokens: int, length: int = LENGTH) -> int:
+    """Round up to a multiple of 32, at most `length`."""
+    return min(-(-tokens // _BUCKET) * _BUCKET, length)
 
 
 def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=8, cache=None):
@@ -116,8 +122,34 @@ def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=8, cache=
     return ctx_BSE
 
 
+def make_encoder(model: presets.ModelConfig, params: dict, prompts):
+    """A function list of prompts -> ctx_PSE (numpy float32) by the model's own tokenizer and text
+    encoder.
+
+    prompts: all that will be asked for; the longest one sets S, so that everything compiles once.
+    Encodings are cached.
+    """
+    tokenizer = load_tokenizer(model.tokenizer)
+    _, mask = tokenize(tokenizer, list(dict.fromkeys(prompts)), model.wan.text_len)
+    S = bucket(int(mask.sum(1).max()), model.wan.text_len)
+    run = jax.jit(functools.partial(umt5.encode, config=model.text))
+    cache: dict = {}
+
+    def encode_rows(ids_BS, mask_BS):
+        return sharding.fetch(run(params["text_encoder"], ids_BS, mask_BS))
+
+    def encode(prompts):
+        ctx_PSE = encode_prompts(
+            encode_rows, tokenizer, prompts, length=model.wan.text_len, cache=cache
+        )
+        ctx_PSE = np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
+        return ctx_PSE.astype(np.float32)
+
+    return encode
+
+
 def align(*ctx):
-    """Contexts [B,S,E] brought to the longest S by zero rows, which is what missing rows mean."""
+    """Contexts [B,S,E] padded to the longest S with zero rows, which is what missing rows mean."""
     S = max(a.shape[1] for a in ctx)
     return tuple(jnp.pad(a, ((0, 0), (0, S - a.shape[1]), (0, 0))) for a in ctx)
 

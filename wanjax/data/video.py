@@ -1,11 +1,11 @@
-"""Videos on disk: mp4 files for people, a PNG grid of frames, the folder of samples of a step, and
-reading of any video or image file.
+"""Videos on disk: mp4 files for viewing, a PNG grid of frames, the folder of a step's samples, and
+reading any video or image file.
 
-    run_dir/samples/step_000040/000.mp4     one file a sample
+    run_dir/samples/step_000040/000.mp4     one file per sample
                                 000.txt     its prompt
-                                scores.json [{"reward": 0.71, ...}, ...] where they were scored
+                                scores.json [{"reward": 0.71, ...}, ...] if they were scored
 
-Frames are [T, H, W, 3] uint8. H.264 loses detail: written files are for people, nothing reads them.
+Frames are [T, H, W, 3] uint8. H.264 is lossy: the files are for viewing, no code reads them back.
 """
 
 import json
@@ -23,19 +23,16 @@ from PIL import Image
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEOS = (".mp4", ".mkv", ".mov", ".webm", ".avi", ".m4v", ".gif")
+_COLUMNS = 6  # frames of a video in a grid
 
 # One thread and no encoder tags: the same frames give the same bytes.
 _ENCODER = ["-crf", "15", "-preset", "medium", "-threads", "1", "-map_metadata", "-1"]
 _ENCODER += ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-movflags", "+faststart"]
 
 
-def write_mp4(path, frames_THWC: np.ndarray, fps: int, scale: int = 1) -> None:
-    """Write an H.264 (yuv420p) file; odd sides gain one repeated row or column.
-
-    `scale` enlarges by repeating pixels, for viewing videos of few pixels.
-    """
+def write_mp4(path, frames_THWC: np.ndarray, fps: int) -> None:
+    """Write an H.264 (yuv420p) file; odd sides gain one repeated row or column."""
     frames = _checked(frames_THWC)
-    frames = frames.repeat(scale, axis=1).repeat(scale, axis=2)
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     path = pathlib.Path(path)
@@ -50,14 +47,14 @@ def write_mp4(path, frames_THWC: np.ndarray, fps: int, scale: int = 1) -> None:
     os.replace(tmp, path)
 
 
-def frame_grid(path, videos: Sequence[np.ndarray], columns: int = 6) -> None:
-    """Write a PNG with a row for each video: `columns` frames from its first to its last.
+def frame_grid(path, videos: Sequence[np.ndarray]) -> None:
+    """Write a PNG with a row for each video: evenly spaced frames from its first to its last.
 
     All videos have the same height and width.
     """
     rows = []
     for frames in map(_checked, videos):
-        picked = frames[np.linspace(0, len(frames) - 1, columns).round().astype(int)]
+        picked = frames[np.linspace(0, len(frames) - 1, _COLUMNS).round().astype(int)]
         rows.append(np.pad(picked, ((0, 0), (0, 2), (0, 2), (0, 0)), constant_values=255))
     grid = np.concatenate([np.concatenate(list(row), axis=1) for row in rows], axis=0)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +87,7 @@ def write_samples(
 def probe(path) -> dict:
     """{"codec", "fps", "seconds", "height", "width"} of a file; an image has fps 0.
 
-    Raises ValueError with the decoder's words for a file that is neither.
+    Raises ValueError with the decoder's message for a file that is neither video nor image.
     """
     path = pathlib.Path(path)
     if path.suffix.lower() in IMAGES:
@@ -100,19 +97,22 @@ def probe(path) -> dict:
     said = subprocess.run(command, capture_output=True).stderr.decode(errors="replace")
     stream = re.search(r"Video: (\w+).*?, (\d+)x(\d+).*?, ([\d.]+k?) (?:fps|tbr)", said)
     if not stream:
-        lines = said.strip().splitlines() or ["no answer of ffmpeg"]
+        lines = said.strip().splitlines() or ["no answer from ffmpeg"]
         raise ValueError(f"not readable as a video ({lines[-1].strip()})")
     codec, width, height, fps = stream.groups()
     length = re.search(r"Duration: (\d+):(\d+):([\d.]+)", said)
     hours, minutes, seconds = map(float, length.groups()) if length else (0.0, 0.0, 0.0)
     return dict(
-        codec=codec, fps=float(fps.replace("k", "e3")), height=int(height), width=int(width),
+        codec=codec,
+        fps=float(fps.replace("k", "e3")),
+        height=int(height),
+        width=int(width),
         seconds=3600 * hours + 60 * minutes + seconds,
-    )  # fmt: skip
+    )
 
 
 def read_image(path) -> np.ndarray:
-    """An image file as one frame [H, W, 3], turned upright; ValueError if it is none."""
+    """An image file as one frame [H, W, 3], turned upright; ValueError if it is not an image."""
     try:
         frame = iio.imread(path, plugin="pillow", mode="RGB", rotate=True)
     except (OSError, SyntaxError, ValueError) as error:
@@ -121,10 +121,10 @@ def read_image(path) -> np.ndarray:
 
 
 def read_frames(path, limit: int, fps: float | None = None) -> Iterator[np.ndarray]:
-    """Yield the first `limit` frames [H, W, 3] of a video or image file, at `fps` frames a second
-    by its time stamps, or each decoded frame once where fps is None.
+    """Yield the first `limit` frames [H, W, 3] of a video or image file, at `fps` frames per second
+    by its time stamps, or each decoded frame once if fps is None.
 
-    Raises ValueError with the decoder's words where a file is damaged before `limit`.
+    Raises ValueError with the decoder's message if a file is damaged before `limit`.
     """
     if pathlib.Path(path).suffix.lower() in IMAGES:
         yield read_image(path)
@@ -136,7 +136,7 @@ def read_frames(path, limit: int, fps: float | None = None) -> Iterator[np.ndarr
         process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=said)
         assert process.stdout is not None
         try:
-            while process.stdout.readline() == b"P6\n":  # each frame tells its own size
+            while process.stdout.readline() == b"P6\n":  # each frame states its size
                 width, height = map(int, process.stdout.readline().split())
                 process.stdout.readline()  # 255
                 data = process.stdout.read(width * height * 3)
@@ -151,7 +151,7 @@ def read_frames(path, limit: int, fps: float | None = None) -> Iterator[np.ndarr
 
 
 def fit(frame_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Cut the centre of the asked shape out of a frame and resize it (Lanczos, antialiased)."""
+    """Crop the centre to the requested aspect ratio and resize it (Lanczos, antialiased)."""
     H, W = frame_HWC.shape[:2]
     scale = min(H / height, W / width)
     h, w = scale * height, scale * width

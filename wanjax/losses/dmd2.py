@@ -17,6 +17,7 @@ Dimensions: B batch, then latent axes  L discriminator logits  N timestep bins.
 import jax
 import jax.numpy as jnp
 
+from wanjax import schedule
 from wanjax.losses import flow
 
 # h(r) = r²·f''(r) for the divergence with generator f (f-distill, 2502.15681); rkl is plain DMD.
@@ -27,6 +28,7 @@ F_WEIGHTS = {
     "jeffreys": lambda r: 1 + r,
     "hellinger": lambda r: jnp.sqrt(r) / 4,
 }
+LOGIT_LIMIT = 5.0  # logits are clamped to ± this before they become density ratios
 
 
 def generator_loss(x0, x0_fake, x0_real, *, floor, weight_B=None):
@@ -75,9 +77,9 @@ def phased_noise(x_s, noise, sigma_t, sigma_s):
 
 
 def ode_pair_loss(x, v, end, sigma, sigma_s, *, first: int = 0):
-    """Warm start on pairs of the teacher's trajectory (Self-Forcing, 2506.08009): mean squared
-    distance of the student's one step from x at σ to σ_s from the pair's `end`, all [B, T, ...];
-    the first frames may be given and are left out."""
+    """Warm start on pairs from the teacher's trajectory (Self-Forcing, 2506.08009): mean squared
+    error of the student's single step from x at σ to σ_s against the pair's `end`, all [B, T, ...];
+    the `first` frames are conditioning and do not count."""
     flow.check_shapes(x=x, end=end)
     step, end = flow.wide(flow.euler(x, v, sigma, sigma_s), end)
     return jnp.square(step - end)[:, first:].mean()
@@ -99,7 +101,7 @@ def gan_critic_loss(fake_BL, real_BL):
 
 
 def gan_penalty(real_BL, perturbed_BL):
-    """Approximate R1 penalty: mean squared change of real logits when the clip gets 0.1·ε."""
+    """Approximate R1 penalty: mean squared change of real logits when clips get 0.1·ε added."""
     flow.check_shapes(real=real_BL, perturbed=perturbed_BL)
     real_BL, perturbed_BL = flow.wide(real_BL, perturbed_BL)
     return ((real_BL - perturbed_BL) ** 2).mean()
@@ -112,16 +114,16 @@ def f_weight(kind, ratio_B):
     return F_WEIGHTS[kind](jax.lax.stop_gradient(_wide(ratio_B)))
 
 
-def density_ratio(logit_BL, t_B, mean_N, *, limit=5.0):
+def density_ratio(logit_BL, t_B, mean_N):
     """Density ratio exp(logit) of student clips; returns (ratio_B, (sum_N, count_N)).
 
-    Logits are averaged over L and clamped to ±limit. E[r] = 1 at every level under the student, so
-    ratios are divided by their running mean in N equal timestep bins (ones at first), which the
-    sums and counts go into, see `ratio_mean`.
+    Logits are averaged over L and clamped to ±LOGIT_LIMIT. E[r] = 1 at every level under the
+    student, so ratios are divided by their running mean in N equal timestep bins (initially ones);
+    `ratio_mean` updates it from the sums and counts.
     """
     flow.check_per_sample(logit_BL, t=t_B)
     logit_B = flow.sample_mean(_wide(logit_BL))
-    ratio_B = jnp.exp(jnp.clip(jax.lax.stop_gradient(logit_B), -limit, limit))
+    ratio_B = jnp.exp(jnp.clip(jax.lax.stop_gradient(logit_B), -LOGIT_LIMIT, LOGIT_LIMIT))
     bins = mean_N.shape[0]
     index_B = jnp.clip((t_B * bins / 1000).astype(jnp.int32), 0, bins - 1)
     sum_N, count_N = (jnp.zeros(bins).at[index_B].add(a) for a in (ratio_B, 1.0))
@@ -129,42 +131,20 @@ def density_ratio(logit_BL, t_B, mean_N, *, limit=5.0):
 
 
 def ratio_mean(mean_N, sum_N, count_N, decay):
-    """Running mean of density ratios after one more batch; a bin that saw none keeps its own."""
+    """Running mean of density ratios after one more batch; an empty bin keeps its value."""
     seen_N = decay * mean_N + (1 - decay) * sum_N / jnp.maximum(count_N, 1)
     return jnp.where(count_N > 0, seen_N, mean_N)
 
 
-def guided(cond, uncond, weight, *, norm_axes=()):
-    """u + w·(c − u); norm_axes: rescale it to the norm of c over these axes (LightX2V: −1, or all
-    axes of the batch)."""
-    flow.check_shapes(cond=cond, uncond=uncond)
-    cond, uncond = flow.wide(cond, uncond)
-    mixed = uncond + weight * (cond - uncond)
-    if not norm_axes:
-        return mixed
-    square = lambda a: (a**2).sum(norm_axes, keepdims=True)
-    return mixed * jnp.sqrt(square(cond) / square(mixed))
-
-
-def standard_guidance(weight):
-    """Guidance u + w·(c − u) equal to the form c + weight·(c − u) of DMD2, CausVid, Self-Forcing
-    and FastVideo's older trainer."""
-    return weight + 1
-
-
-def turns(step, interval, *, exclusive=False):
-    """(student, critic): which of them step `step` = 1, 2, … updates.
-
-    The student moves at every `interval`-th step, the critic at every step; exclusive: only where
-    the student does not (FastGen).
-    """
+def turns(step, interval):
+    """(student, critic): which of them step `step` = 1, 2, … updates: the student every `interval`
+    steps, the critic always."""
     if interval < 1:
         raise ValueError(f"dmd2.student_every is {interval}; expected at least 1")
-    student = step % interval == 0
-    return student, not (exclusive and student)
+    return step % interval == 0, True
 
 
-def student_ema_decay(updates, decay, start=1):
+def student_ema_decay(updates, decay, start):
     """Decay of the student's EMA after its update number `updates` = 1, 2, …; 0, hence a copy of
     the student in trees.lerp(student, ema, decay), up to update `start`.
 
@@ -173,15 +153,9 @@ def student_ema_decay(updates, decay, start=1):
     return decay if updates > start else 0.0
 
 
-def score_timesteps(raw, shift, *, t_lo=20.0, t_hi=980.0):
+def score_timesteps(raw, shift, *, t_lo, t_hi):
     """Timesteps at which scores are compared, for raw draws in [0, 1000): shifted, then clamped."""
-    return jnp.clip(1000 * flow.shift_map(jnp.asarray(raw) / 1000, shift), t_lo, t_hi)
-
-
-def renoise(x, v, sigma, sigma_next, noise):
-    """Step of the SDE few-step sampler: x0 = x − σ·v with fresh noise at σ'. The ODE form, which
-    keeps the noise that x and x0 imply, is `flow.euler`."""
-    return flow.add_noise(flow.x0_from_velocity(x, v, sigma), noise, sigma_next)
+    return jnp.clip(1000 * schedule.shift_map(jnp.asarray(raw) / 1000, shift), t_lo, t_hi)
 
 
 def _wide(a):

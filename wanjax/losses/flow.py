@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wanjax import schedule
+
 DENSITIES = ("uniform", "logit_normal", "mode")
 MAX_MODE_SCALE = 2 / (math.pi - 2)  # beyond it the map of `mode` is not monotone
 
@@ -60,7 +62,10 @@ def flow_error(v, x0, noise):
 
 def uniform(key, sample_ids, shape=()):
     """U(0, 1) [B, *shape] float32, a function of (key, sample id) only."""
-    one = lambda sample_id: jax.random.uniform(jax.random.fold_in(key, sample_id), shape)
+
+    def one(sample_id):
+        return jax.random.uniform(jax.random.fold_in(key, sample_id), shape)
+
     return jax.vmap(one)(jnp.asarray(sample_ids))
 
 
@@ -72,7 +77,7 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
         )
     if not 0 <= t_lo < t_hi <= 1000:
         raise ValueError(f"timestep range is [{t_lo}, {t_hi}); expected 0 <= t_lo < t_hi <= 1000")
-    lo, hi = (shift_map(t / 1000, 1 / shift) for t in (t_lo, t_hi))
+    lo, hi = (schedule.unshift_map(t / 1000, shift) for t in (t_lo, t_hi))
     if density.name == "uniform":
         u = lo + q * (hi - lo)
     elif density.name == "logit_normal":
@@ -82,7 +87,7 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
     else:
         a, b = (_invert_mode(x, density.scale) for x in (lo, hi))
         u = _mode(a + q * (b - a), density.scale, jnp)
-    t = 1000 * shift_map(u, shift)
+    t = 1000 * schedule.shift_map(u, shift)
     # float32 rounding may reach t_hi, where the other expert begins
     return jnp.clip(t, t_lo, np.nextafter(np.float32(t_hi), np.float32(0))).astype(jnp.float32)
 
@@ -90,27 +95,13 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
 def bell_weight(t, shift):
     """SFT weight exp(−2·((t − 500)/1000)²), lowered to minimum 0 and scaled to mean 1 over the
     1000-entry table of the shift (float64, on the host)."""
-    bell = lambda t: np.exp(-2 * ((np.asarray(t, np.float64) - 500) / 1000) ** 2)
-    table = bell(1000 * sigma_table(shift))
-    return (bell(t) - table.min()) / (table - table.min()).mean()
+    table = _bell(1000 * sigma_table(shift))
+    return (_bell(t) - table.min()) / (table - table.min()).mean()
 
 
 def sigma_table(shift):
     """The 1000-entry table of levels S(1), S(.999), … S(.001), float64, of discrete trainers."""
-    return shift_map(np.linspace(1000, 1, 1000) / 1000, shift)
-
-
-def table_sigma(t, shift):
-    """Level of the table entry nearest to t, the first of equals (float64, on the host): what
-    FastVideo and Self-Forcing use in place of t/1000."""
-    table = sigma_table(shift)
-    distance = np.abs(1000 * table - np.asarray(t, np.float64)[..., None])
-    return table[distance.argmin(-1)]
-
-
-def shift_map(u, k):
-    """S(u; k) = k·u / (1 + (k − 1)·u); its inverse is S(·; 1/k)."""
-    return k * u / (1 + (k - 1) * u)
+    return schedule.shift_map(np.linspace(1000, 1, 1000) / 1000, shift)
 
 
 def add_noise(x0, noise, sigma):
@@ -124,13 +115,6 @@ def add_noise(x0, noise, sigma):
 def x0_from_velocity(x, v, sigma):
     """x0 = x_t − σ·v."""
     return euler(x, v, sigma, 0.0)
-
-
-def velocity_from_x0(x, x0, sigma):
-    """v = (x_t − x0)/σ, for σ > 0."""
-    check_shapes(x=x, x0=x0)
-    x, x0 = wide(x, x0)
-    return (x - x0) / level(sigma, x)
 
 
 def euler(x, v, sigma, sigma_next):
@@ -158,8 +142,8 @@ def check_per_sample(like, **arrays):
 
 
 def norm_ratio(v, v_ref):
-    """|v| / |v_ref| over all samples: exactly 1 where they are equal, as one reduction makes both
-    sums."""
+    """|v| / |v_ref| over all samples: exactly 1 for equal inputs, because one reduction computes
+    both sums."""
     pair = jnp.stack(wide(v, v_ref))
     squares = jnp.square(pair).reshape(2, -1).sum(1)
     return jnp.sqrt(squares[0] / squares[1])
@@ -183,6 +167,10 @@ def level(sigma, x):
 def sample_mean(a):
     """Mean over everything but the leading axis, also over axes sharded on a mesh."""
     return a.mean(tuple(range(1, a.ndim)))
+
+
+def _bell(t):
+    return np.exp(-2 * ((np.asarray(t, np.float64) - 500) / 1000) ** 2)
 
 
 def _logit(u):

@@ -16,6 +16,8 @@ Dimensions: B transitions (sample × step), then latent axes.
 import jax
 import jax.numpy as jnp
 
+from wanjax.losses import flow
+
 KL_KINDS = ("g2", "g2h", "v_mse", "x_mse")
 
 
@@ -25,7 +27,7 @@ def grpo_loss(logp_B, logp_old_B, adv_B, *, clip, adv_clip_max: float = 5.0):
     clip: half-width or (lo, hi), numbers or arrays like logp_B (per-expert ranges in one batch).
     adv_B is clamped to ±adv_clip_max. logp_old_B and adv_B receive no gradient.
     """
-    _same_shape(logp=logp_B, logp_old=logp_old_B, adv=adv_B)
+    flow.check_shapes(logp=logp_B, logp_old=logp_old_B, adv=adv_B)
     term_B, aux = _clipped(logp_B - jax.lax.stop_gradient(logp_old_B), adv_B, clip, adv_clip_max)
     loss = term_B.mean()
     return loss, {"loss": loss, **aux}
@@ -39,7 +41,7 @@ def guard_loss(
     mean_B, mean_old_B: transition means [B, ...]; std_B: their common std; h_B: σ_i − σ_{i+1} > 0,
     or ones for the ratio normalisation without gradient reweighting (Flow-Factory).
     """
-    _same_shape(logp=logp_B, logp_old=logp_old_B, adv=adv_B, std=std_B, h=h_B)
+    flow.check_shapes(logp=logp_B, logp_old=logp_old_B, adv=adv_B, std=std_B, h=h_B)
     log_ratio_B = guard_log_ratio(logp_B, logp_old_B, mean_B, mean_old_B, std_B=std_B)
     term_B, aux = _clipped(log_ratio_B, adv_B, clip, adv_clip_max)
     loss = (term_B / h_B).mean()
@@ -65,10 +67,10 @@ def kl_loss(kind: str, new_B, ref_B, *, std_B=None, h_B=None):
         raise ValueError(f"kl.kind is {kind!r}; expected one of {', '.join(KL_KINDS)}")
     d_B = _mean_square(new_B, jax.lax.stop_gradient(ref_B))
     if kind in ("g2", "g2h"):
-        _same_shape(mean=d_B, std=std_B)
+        flow.check_shapes(mean=d_B, std=std_B)
         d_B = d_B / (2 * jnp.square(jnp.asarray(std_B)))
     if kind == "g2":
-        _same_shape(mean=d_B, h=h_B)
+        flow.check_shapes(mean=d_B, h=h_B)
         d_B = d_B * jnp.asarray(h_B)
     return d_B.mean()
 
@@ -98,12 +100,5 @@ def _clipped(log_ratio_B, adv_B, clip, adv_clip_max):
 
 def _mean_square(a_B, b_B):
     """Mean squared difference over everything but the leading axis."""
-    _same_shape(new=a_B, ref=b_B)
-    return ((a_B - b_B) ** 2).mean(tuple(range(1, a_B.ndim)))
-
-
-def _same_shape(**arrays):
-    """Raise where shapes differ: a broadcast here would silently average the wrong elements."""
-    shapes = {name: None if a is None else jnp.shape(a) for name, a in arrays.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"shapes differ: {shapes}; expected one shape for all of them")
+    flow.check_shapes(new=a_B, ref=b_B)
+    return flow.sample_mean((a_B - b_B) ** 2)

@@ -92,32 +92,22 @@ def optimality(adv_B, mode, adv_clip_max):
 
 def old_decay(step, kind):
     """Decay d of the old policy (float64, on the host): 0 before `flat`, then rate·(step − flat) up
-    to cap.
+    to cap, with the numbers of OLD_DECAYS[kind].
 
-    kind: 0, 1, 2 or a tuple (flat, rate, cap). step: optimizer steps taken so far, the current
-    epoch's included. Once per epoch, after its last optimizer step:
-    old = trees.lerp(default, old, d), which is exactly default where d = 0.
+    step: optimizer steps taken so far, including those of the current epoch. Once per epoch, after
+    its last optimizer step: old = trees.lerp(default, old, d), which is exactly default for d = 0.
     """
-    if kind not in OLD_DECAYS and not isinstance(kind, tuple):
-        raise ValueError(f"nft.old_decay is {kind!r}; expected 0, 1, 2 or (flat, rate, cap)")
-    flat, rate, cap = kind if isinstance(kind, tuple) else OLD_DECAYS[kind]
+    if kind not in OLD_DECAYS:
+        raise ValueError(f"nft.old_decay is {kind!r}; expected 0, 1 or 2")
+    flat, rate, cap = OLD_DECAYS[kind]
     return np.clip((np.asarray(step) - flat) * rate, 0.0, cap)[()]
 
 
-def evaluation_decay(step, cap=0.9):
+def evaluation_decay(step, cap):
     """Decay of the evaluation EMA, updated after every optimizer step: min((1 + s)/(10 + s), cap),
     with s counted as in `old_decay`."""
     step = np.asarray(step, np.float64)
     return np.minimum((1 + step) / (10 + step), cap)[()]
-
-
-def cosine_decay(step, start, cap, steps, warmup=0):
-    """Flow-Factory's decay: linear from 0 to `start` over `warmup` steps, then a half cosine to
-    `cap` at `steps`."""
-    step = np.asarray(step, np.float64)
-    turn = np.clip((step - warmup) / (steps - warmup), 0, 1)
-    decay = start + (cap - start) * (1 - np.cos(np.pi * turn)) / 2
-    return np.where(step < warmup, start * step / max(warmup, 1), decay)[()]
 
 
 def stratified_steps(key, sample_ids, count, lo, hi):
@@ -132,7 +122,7 @@ def stratified_steps(key, sample_ids, count, lo, hi):
 
 
 def _to_reference(v_new, v_old, v_ref):
-    """Distances to the reference policy; the norm ratio tells inflated velocities (2606.27771)."""
+    """Distances to the reference policy; the norm ratio shows inflated velocities (2606.27771)."""
     flow.check_shapes(v_new=v_new, v_ref=v_ref)
     v_new, v_ref = flow.wide(v_new, jax.lax.stop_gradient(v_ref))
     return {
@@ -143,8 +133,8 @@ def _to_reference(v_new, v_old, v_ref):
 
 
 def _normalised(error):
-    """Squared error over its own mean magnitude: (ℓ [B], w [B]). Both means are over whole samples
-    before the division; a mean of ratios over shards would be another loss."""
+    """Squared error over its own mean magnitude: (ℓ [B], w [B]). Both means run over whole samples
+    before the division; averaging ratios over shards would be a different loss."""
     weight_B = jnp.maximum(flow.sample_mean(jnp.abs(jax.lax.stop_gradient(error))), WEIGHT_FLOOR)
     return flow.sample_mean(error**2) / weight_B, weight_B
 

@@ -1,12 +1,12 @@
 """One attention function over the mesh in use: a local kernel, and Ulysses, ring or both over
-`context`.
+`context`. One module, because mesh forms, derivative and kernels share `_Plan` and the lse.
 
 softmax(q kᵀ/√K) v without a mask, softmax in float32. A kernel is two functions that share the
 log-sum-exp of each row: forward gives (out, lse), backward gives (dq, dk, dv) from them. So one
 custom derivative serves them all, names out and lse of self-attention for remat policies (`NAMES`),
 and a ring merges partial results exactly. Ulysses (arXiv 2309.14509) trades the token split for a
-head split by all-to-all; a ring (arXiv 2310.01889) passes keys and values round, and their
-gradients with them.
+head split by all-to-all; a ring (arXiv 2310.01889) passes keys and values around, together with
+their gradients.
 
 Shapes: B batch, L query tokens, S key tokens, N heads, K head dim; lse_BNL.
 """
@@ -29,8 +29,8 @@ from wanjax.parallel import sharding
 FORMS = ("auto", "ulysses", "ring")
 NAMES = ("attention_out", "attention_lse")
 # Largest tiles of splash attention by kind of chip, forward and backward: query rows, key rows, key
-# rows of one product. Those of v6 and 7x forward were found by MaxDiffusion's search on such chips;
-# the others are the largest of a few that XLA:TPU fits into VMEM with several samples a chip (2048
+# rows of one product. Those of v6 and 7x forward come from MaxDiffusion's search on such chips; the
+# others are the largest of a few that XLA:TPU fits into VMEM with several samples per chip (2048
 # query rows fit one sample only), and were never timed.
 TILES = {
     "TPU v6": ((3328, 2816, 256), (2048, 2048, 256)),
@@ -43,29 +43,35 @@ _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 @dataclass(frozen=True)
 class _Plan:
-    """Static facts of one call."""
+    """Static facts about one call."""
 
     kernel: str
     ulysses: int  # devices of `context` that trade tokens for heads
-    chunks: int  # of heads, traded one after the other, so that trading overlaps with the kernel
-    ring: int  # groups of those that pass keys and values round
+    chunks: int  # of heads, traded one by one, so that trading overlaps with the kernel
+    ring: int  # groups of such devices that pass keys and values around
     shared_keys: bool  # every device holds all keys (text)
     length: int  # real rows of k; later ones are padding
     last_count: int
 
 
 def attend(
-    q_BLNK, k_BSNK, v_BSNK, *, kernel: str = "auto", form: str = "auto", last_count: int = 1,
+    q_BLNK,
+    k_BSNK,
+    v_BSNK,
+    *,
+    kernel: str = "auto",
+    form: str = "auto",
+    last_count: int = 1,
     length: int | None = None,
-):  # fmt: skip
+):
     """Attention output [B, L, N, K] in the dtype of q.
 
     Args:
       kernel: "auto" (see `resolve`) or one of KERNELS.
-      form: how `context` is used, see `context_form`; token counts that it does not divide are
-        padded, and the padding is masked.
+      form: how `context` is used, see `context_form`; token counts it does not divide are padded
+        and the padding is masked.
       last_count: how many times the last key/value row counts (it stands for that many equal rows).
-      length: how many rows of k are real; the rest are padding that nothing attends to.
+      length: number of real rows of k; the rest are padding that nothing attends to.
     """
     kernel = resolve(kernel, q_BLNK.dtype, q_BLNK.shape[-1])
     mesh = sharding.mesh_shape()
@@ -75,11 +81,11 @@ def attend(
     chunks = math.gcd(heads // mesh.get("tensor", 1) // ulysses, CHUNKS) if ulysses > 1 else 1
     real = S if length is None else length
     plan = _Plan(kernel, ulysses, chunks, ring, shared_keys, real, last_count)
-    rows = ((0, 0), (0, -L % mesh.get("context", 1)), (0, 0), (0, 0))
-    pad = lambda x: jnp.pad(x, rows) if rows[1][1] else x
-    if not shared_keys:
-        k_BSNK, v_BSNK = pad(k_BSNK), pad(v_BSNK)
-    out: jax.Array = _attention(pad(q_BLNK), k_BSNK, v_BSNK, plan)  # pyright: ignore
+    if rows := -L % mesh.get("context", 1):
+        q_BLNK = _pad_rows(q_BLNK, L + rows)
+        if not shared_keys:
+            k_BSNK, v_BSNK = _pad_rows(k_BSNK, L + rows), _pad_rows(v_BSNK, L + rows)
+    out: jax.Array = _attention(q_BLNK, k_BSNK, v_BSNK, plan)  # pyright: ignore
     return out[:, :L]
 
 
@@ -113,13 +119,13 @@ def resolve(kernel: str, dtype, head_dim: int) -> str:
 
 
 def tiles() -> tuple:
-    """Entry of `TILES` for the chips of the mesh in use, or else of this machine."""
+    """Entry of `TILES` for the chips of the mesh in use, else of this machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return next(sizes for kind, sizes in TILES.items() if device.device_kind.startswith(kind))
 
 
 def describe(kernel: str) -> str:
-    """The kernel as `resolve` gives it, and what it chooses for this chip."""
+    """The kernel that `resolve` returned, with its tiles on this chip."""
     if kernel != "splash":
         return kernel
     words = (f"{q} x {k} by {product}" for q, k, product in tiles())
@@ -129,26 +135,29 @@ def describe(kernel: str) -> str:
 def context_form(heads: int, mesh: dict[str, int], form: str = "auto") -> tuple[int, int]:
     """(ulysses, ring), whose product is the `context` axis.
 
-    "auto" gives Ulysses as many devices as divide the heads of one tensor shard, the ring the
-    rest; "ulysses" and "ring" use that form alone. Raises ValueError where it cannot.
+    "auto" gives Ulysses as many devices as divide the heads of one tensor shard and the ring the
+    rest; "ulysses" and "ring" use that form alone. Raises ValueError if that is impossible.
     """
     if form not in FORMS:
         raise ValueError(f"context form {form!r} is unknown; set model.context to one of {FORMS}")
     tensor, context = mesh.get("tensor", 1), mesh.get("context", 1)
-    divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
     if heads % tensor:
         raise ValueError(
             f"{heads} heads do not divide over mesh.tensor = {tensor}; "
-            f"set config.mesh.tensor to one of {divisors(heads)}"
+            f"set config.mesh.tensor to one of {_divisors(heads)}"
         )
     local = heads // tensor
     if form == "ulysses" and local % context:
         raise ValueError(
             f"{local} heads do not divide over mesh.context = {context} with model.context = "
-            f"'ulysses'; set it to 'auto', or config.mesh.context to one of {divisors(local)}"
+            f"'ulysses'; set it to 'auto', or config.mesh.context to one of {_divisors(local)}"
         )
     ulysses = 1 if form == "ring" else math.gcd(local, context)
     return ulysses, context // ulysses
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 # ---- one derivative for every kernel and form ----
@@ -161,7 +170,7 @@ def _attention(q, k, v, plan: _Plan):
 
 def _attention_fwd(q, k, v, plan: _Plan):
     out, lse = _over_mesh(_forward, plan, "qkk", "ql")(q, k, v)
-    if not plan.shared_keys:  # attention to text is cheap to run again and as large to keep
+    if not plan.shared_keys:  # attention to text is cheap to recompute and no smaller to keep
         out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
     return out, (q, k, v, out, lse)
 
@@ -176,8 +185,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def _over_mesh(fn, plan: _Plan, inputs: str, outputs: str) -> Callable:
     """fn(*arrays, plan) on the shards of every device; q and k name the layouts, l that of lse.
 
-    Under a pipeline too: GPU kernels partition themselves, which XLA cannot ask of them where only
-    `stage` is manual.
+    Under a pipeline too, where only `stage` is manual: XLA cannot partition the GPU kernels there.
     """
     fn = functools.partial(fn, plan=plan)
     if math.prod(sharding.mesh_shape().values()) <= 1:
@@ -188,20 +196,19 @@ def _over_mesh(fn, plan: _Plan, inputs: str, outputs: str) -> Callable:
         "k": P(batch, None if plan.shared_keys else "context", "tensor", None),
         "l": P(batch, ("tensor", "context"), None),  # as each device left it
     }
-    specs = lambda names: tuple(layouts[name] for name in names)
     here = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         fn,
-        in_specs=specs(inputs),
-        out_specs=specs(outputs),
+        in_specs=tuple(layouts[name] for name in inputs),
+        out_specs=tuple(layouts[name] for name in outputs),
         axis_names=set(here.axis_names) - set(here.manual_axes),
         check_vma=False,
     )
 
 
 def _forward(q, k, v, *, plan: _Plan):
-    """Per device before and after: its tokens, all heads of its tensor shard. Inside: the tokens
-    of its Ulysses group, heads/ulysses."""
+    """Per device before and after: its own tokens, all heads of its tensor shard. Inside: the
+    tokens of its Ulysses group, heads/ulysses."""
     forward = functools.partial(KERNELS[plan.kernel][0], last_count=plan.last_count)
     if plan.shared_keys:  # few keys (text): every device holds them all, queries stay split
         return forward(q, k, v)
@@ -232,7 +239,7 @@ def _forward(q, k, v, *, plan: _Plan):
 
 
 def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
-    """Gradients in the layout of q, k, v; the lse of all keys makes each chunk's share exact."""
+    """Gradients in the layout of q, k, v; the lse over all keys makes each chunk's share exact."""
     backward = functools.partial(KERNELS[plan.kernel][1], last_count=plan.last_count)
     if plan.shared_keys:
         dq, dk, dv = backward(q, k, v, out, lse, d_out)
@@ -285,8 +292,8 @@ def _to_tokens(x, plan: _Plan):
 
 
 def _head_chunks(arrays, plan: _Plan) -> list:
-    """The arrays [B, L, N, K] cut into as many sets of heads as plan.chunks, each with an equal
-    part of what every device of the Ulysses group will hold."""
+    """The arrays [B, L, N, K] cut into plan.chunks sets of heads, each with an equal part of what
+    every device of the Ulysses group will hold."""
 
     def cut(x):
         B, L, N, K = x.shape
@@ -320,19 +327,22 @@ def _rotate(tree, plan: _Plan):
 
 
 def _on_real_rows(fn, empty, hop, plan: _Plan, q, k, v):
-    """fn(q, k, v) on the rows of the visiting chunk that are not padding, empty(q) when none is.
+    """fn(q, k, v) on the rows of the visiting chunk that are not padding, empty(q) if all are.
 
-    A branch per number of real rows keeps masks out of the kernels.
+    One branch per number of real rows keeps masks out of the kernels.
     """
     rows = k.shape[1]
     counts = [min(max(plan.length - g * rows, 0), rows) for g in range(plan.ring)]
     kinds = sorted(set(counts))
-    run = lambda n: lambda q, k, v: fn(q, k[:, :n], v[:, :n]) if n else empty(q)
+
+    def branch(n):
+        return lambda q, k, v: fn(q, k[:, :n], v[:, :n]) if n else empty(q)
+
     if len(kinds) == 1:
         return fn(q, k, v)
     group = (jax.lax.axis_index("context") // plan.ulysses - hop) % plan.ring
     kind = jnp.array([kinds.index(count) for count in counts])[group]
-    return jax.lax.switch(kind, [run(n) for n in kinds], q, k, v)
+    return jax.lax.switch(kind, [branch(n) for n in kinds], q, k, v)
 
 
 def _no_keys(q):
@@ -377,7 +387,7 @@ def _logits(q, k, last_count: int):
 
 
 def _written_out(forward, backward):
-    """A kernel pair without weights on rows as one that takes last_count: the row is repeated."""
+    """Give a kernel pair that cannot weight rows the argument last_count: the row is repeated."""
 
     def repeated(x, count: int):
         tail = jnp.broadcast_to(x[:, -1:], (x.shape[0], count - 1, *x.shape[2:]))
@@ -414,10 +424,14 @@ def _cudnn_backward(q, k, v, out, lse, d_out):
 
     unused = jnp.zeros(0, q.dtype)
     static = dict(
-        scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=cudnn.MaskType.NO_MASK, layout=cudnn.AttentionLayout.BTNH.value,
+        scale=1 / math.sqrt(q.shape[-1]),
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=None,
-    )  # fmt: skip
+    )
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # jax 0.12
         static["score_mod"] = None
     return cudnn._dot_product_attention_bwd_p_wrapper.bind(
@@ -426,41 +440,50 @@ def _cudnn_backward(q, k, v, out, lse, d_out):
 
 
 def _fa3(q, k, v):
-    """FlashAttention-3 (arXiv 2407.08608) of the wheel flash-attn3-jax."""
+    """FlashAttention-3 (arXiv 2407.08608) from the wheel flash-attn3-jax."""
     from flash_attn3_jax import flash_hlo  # pyright: ignore[reportMissingImports]
 
     return flash_hlo._flash_mha_fwd_hlo(q, k, v, 1 / math.sqrt(q.shape[-1]), False, (-1, -1))
 
 
 def _fa3_backward(q, k, v, out, lse, d_out):
-    """The wheel's own wrapper (0.2.3) gives the kernel two buffers of rows in multiples of 128,
-    where its tiles of 80 rows write up to the next multiple of 80, and so past their end (gradients
-    300 times too large at 1,024 rows). So the kernel is called here, with buffers for both."""
+    """The wheel's own wrapper (0.2.3) gives the kernel two buffers padded to multiples of 128 rows,
+    but its tiles of 80 rows write up to the next multiple of 80, past the end of both (gradients
+    300 times too large at 1,024 rows). So we call the kernel ourselves, with buffers for both."""
     from flash_attn3_jax import flash_hlo  # pyright: ignore # noqa: F401 (registers the kernel)
 
     B, L, N, _ = q.shape
     rows = jax.ShapeDtypeStruct((B, N, -(-L // 640) * 640), jnp.float32)
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     absent = jnp.zeros(0, jnp.int32)
     call = jax.ffi.ffi_call(
-        "flash_mha_bwd", [like(q), like(k), like(v), rows, rows],
-        input_layouts=[None] * 10, output_layouts=[None] * 5,
-    )  # fmt: skip
-    return call(
-        d_out, q, k, v, out, lse, *[absent] * 4,
-        max_seqlen_q_val=L, max_seqlen_q_has_value=True,
-        max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
-        softmax_scale_val=1 / math.sqrt(q.shape[-1]), softmax_scale_has_value=True,
-        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        deterministic="deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""), sm_margin=0,
-    )[:3]  # fmt: skip
+        "flash_mha_bwd",
+        [*gradients, rows, rows],
+        input_layouts=[None] * 10,
+        output_layouts=[None] * 5,
+    )
+    static = dict(
+        max_seqlen_q_val=L,
+        max_seqlen_q_has_value=True,
+        max_seqlen_k_val=k.shape[1],
+        max_seqlen_k_has_value=True,
+        softmax_scale_val=1 / math.sqrt(q.shape[-1]),
+        softmax_scale_has_value=True,
+        is_causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        deterministic="deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""),
+        sm_margin=0,
+    )
+    return call(d_out, q, k, v, out, lse, *[absent] * 4, **static)[:3]
 
 
 def _splash(q, k, v):
     """TPU splash attention (jax Pallas) in the tiles of `TILES`; lengths are padded to whole tiles
     and the padding is masked by segment ids."""
     kernel, segments, (rows, columns) = _splash_kernel(q, k, tiles()[0])
-    run = lambda q, k, v: kernel(q, k, v, segment_ids=segments)
+    run = functools.partial(kernel, segment_ids=segments)
     out, (lse,) = jax.vmap(run)(_scaled(q, rows), *(_head_major(x, columns) for x in (k, v)))
     L = q.shape[1]
     return out.transpose(0, 2, 1, 3)[:, :L].astype(q.dtype), lse[..., :L]
@@ -486,7 +509,7 @@ def _splash_backward(q, k, v, out, lse, d_out):
 
 
 def _scaled(q, rows: int):
-    """Queries as the kernel wants them, which does not scale."""
+    """Queries scaled beforehand, because the kernel does not scale."""
     return _head_major((q * (q.shape[-1] ** -0.5)).astype(q.dtype), rows)
 
 
@@ -509,14 +532,14 @@ def _splash_kernel(q, k, largest: tuple[int, int, int]):
     kernel = splash.make_splash_mha(
         mask=mask, head_shards=1, q_seq_shards=1, save_residuals=True, block_sizes=sizes
     )
-    segments = splash.SegmentIds(  # padded queries see the real keys, nobody sees padded keys
+    segments = splash.SegmentIds(  # padded queries see the real keys, nothing sees padded keys
         q=jnp.zeros((rows,), jnp.int32), kv=(jnp.arange(columns) >= S).astype(jnp.int32)
     )
     return kernel, segments, (rows, columns)
 
 
 def _tile(rows: int, most: int, unit: int) -> tuple[int, int]:
-    """(rows of a tile, rows of a product in it): as few equal tiles as there can be."""
+    """(rows of a tile, rows of a product in it): as few equal tiles as possible."""
     unit = min(unit, -(-rows // 128) * 128)
     share = math.ceil(rows / math.ceil(rows / most))
     return -(-share // unit) * unit, unit

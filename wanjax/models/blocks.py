@@ -1,7 +1,7 @@
 """Run a stack of equal blocks by lax.scan: stacked parameters and adapters in, hidden state out,
 remat by a named policy.
 
-A policy decides what the backward pass finds again instead of computing it: "none" keeps every
+A policy decides what is kept for the backward pass instead of recomputed: "none" keeps every
 intermediate; "full" only the input of each block; "save_attention" also output and log-sum-exp of
 self-attention, so that its kernel never runs twice; "save_matmuls" also the output of every dense
 layer, so that only norms, rotary embedding, gelu and attention to text run twice; "offload" what
@@ -27,26 +27,28 @@ REMAT = {
     "save_attention": jax.checkpoint_policies.save_only_these_names(_OUT, _LSE),
     "save_matmuls": jax.checkpoint_policies.save_only_these_names(_OUT, _LSE, layers.MATMUL),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[_LSE], names_which_can_be_offloaded=[_INPUT, _OUT],
-        offload_src="device", offload_dst="pinned_host",
+        names_which_can_be_saved=[_LSE],
+        names_which_can_be_offloaded=[_INPUT, _OUT],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
-}  # fmt: skip
+}
 
 
 def set_xla_flags(remat: str, stages: int = 1) -> None:
-    """Set what this policy needs of XLA on GPUs; call before any use of devices.
+    """Set the XLA flags this policy needs on GPUs; call before any use of devices.
 
     Args:
-      stages: mesh.stage; a pipeline has many blocks in flight, so it fetches nothing ahead.
+      stages: mesh.stage; a pipeline has many blocks in flight, so it prefetches nothing.
     """
     flags = []
     if remat not in ("none", "full"):
-        # this fusion would run the attention kernel once more to write the kept copy
+        # this fusion would run the attention kernel a second time to write the kept copy
         flags.append("--xla_gpu_enable_dynamic_slice_fusion=false")
     if remat == "offload" and stages == 1:  # fetch what the next block needs during this one
         flags.append("--xla_gpu_enable_pipelined_host_offloading=true")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-    # XLA stops at 64 GB of host memory otherwise, for all GPUs of a process together
+    # otherwise XLA stops at 64 GB of host memory for all GPUs of a process together
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = max(64, int(0.75 * ram / 1e9))
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
@@ -56,8 +58,8 @@ def run_blocks(block, params, lora, h, side, *, remat: str = "none", real=None):
     """Scan h = block(params_l, lora_l, h, side) over the leading layer axis of params (and lora).
 
     Args:
-      block: function of one layer's parameters, one layer's adapter ({} when none), the hidden
-        state, and what every layer reads besides.
+      block: function of one layer's parameters, its adapter ({} if none), the hidden state, and
+        the inputs that all layers share.
       lora: stacked adapter tree with the same leading axis, or {}.
       remat: one of REMAT.
       real: optional bool per layer; the others change nothing (padding of a pipeline stage).

@@ -81,7 +81,7 @@ def init(key, config: CLIPVisionConfig):
             "patch_embedding": {"kernel": _normal(k_patch, 0.02, p, p, 3, E)},
             "position_embedding": {"embedding": _normal(k_position, 0.02, positions, E)},
         },
-        "pre_layrnorm": _init_norm(E),  # spelt like this in every checkpoint
+        "pre_layrnorm": _init_norm(E),  # spelled like this in every checkpoint
         "encoder": {"layers": _init_layers(k_layer, config)},
         "post_layernorm": _init_norm(E),
     }
@@ -135,7 +135,7 @@ def embed_text(params, ids_BS, *, config: CLIPConfig):
     """Return the projected embedding_BD of texts, not normalised; params are of `init_clip`.
 
     ids_BS: start token, text, end token, any padding; S at most max_position_embeddings. Nothing
-    after the first end token has an influence.
+    after the first end token matters.
     """
     text, c = params["text_model"], config.text
     tables, S = text["embeddings"], ids_BS.shape[1]
@@ -151,8 +151,8 @@ def embed_text(params, ids_BS, *, config: CLIPConfig):
 def preprocess(x_BHWC, *, config: CLIPVisionConfig):
     """Turn RGB frames in [-1,1] of any size into normalised square pixels_BHWC, float32.
 
-    The shorter side is resized to image_size (bicubic with antialiasing) and the centre is cut
-    out, as the image processor of the diffusers pipeline does. Wan's original code instead
+    The shorter side is resized to image_size (bicubic with antialiasing) and the centre is
+    cropped, as the image processor of the diffusers pipeline does. Wan's original code instead
     squeezes the whole frame into the square without antialiasing, so its features see the borders
     that this crop drops.
     """
@@ -183,7 +183,9 @@ class Layer(nn.Module):
                 f"{sorted(ACTIVATIONS)}; check image_encoder/config.json, or the reward model's"
             )
         E, N = c.hidden_size, c.num_attention_heads
-        heads = lambda y_BSE: y_BSE.reshape(*y_BSE.shape[:2], N, E // N)
+
+        def heads(y_BSE):
+            return y_BSE.reshape(*y_BSE.shape[:2], N, E // N)
 
         n_BSE = _norm(c, "layer_norm1")(x_BSE)
         q_BQNK = heads(nn.Dense(E, name="self_attn.q_proj")(n_BSE))
@@ -236,7 +238,9 @@ def _embed(params, pixels_BHWC, config):
 
 
 def _init_layers(key, config):
-    one = lambda k: Layer(config).init(k, jnp.zeros((1, 1, config.hidden_size)))["params"]
+    def one(key):
+        return Layer(config).init(key, jnp.zeros((1, 1, config.hidden_size)))["params"]
+
     return jax.vmap(one)(jax.random.split(key, config.num_hidden_layers))
 
 

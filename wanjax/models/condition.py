@@ -1,6 +1,6 @@
-"""First-frame conditioning of the image-to-video variants: one way to build it, one to apply it.
+"""First-frame conditioning of the image-to-video variants: how it is built and how it is applied.
 
-Which form a model takes is told by its channels:
+A model's channels determine the form it takes:
   I2V-A14B, Wan2.1 I2V   in = out + 4 + z: cond {"latents": [B,T,H,W,4+z]}, a mask (1 on the latent
                          frame that holds the given pixel frame) and the VAE latents of the video
                          (image, grey, grey, …); Wan2.1 adds {"image": CLIP tokens}
@@ -21,7 +21,7 @@ _TI2V_CHANNELS = 48  # the only variant of its width, and the only one that take
 
 
 def kind(model: presets.ModelConfig) -> str:
-    """How the model takes a first frame: "latents", "first" (may be left out), or "" for T2V."""
+    """How the model takes a first frame: "latents", "first" (optional), or "" for T2V."""
     if model.wan.in_channels == model.wan.out_channels + _MASK + model.vae.z_dim:
         return "latents"
     return "first" if model.wan.out_channels == _TI2V_CHANNELS else ""
@@ -58,7 +58,7 @@ def of_latents(first_BTHWC, image_BSE=None) -> dict:
 
 
 def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: wan.WanConfig):
-    """`wan.denoise` that also takes cond["first"]; the velocity of a given frame means nothing."""
+    """`wan.denoise` that also takes cond["first"]; the velocity of a given frame is meaningless."""
     inputs = _with_first(x_BTHWC, t_B, ctx_BSE, cond, config)
     return wan.denoise(params, lora, *inputs, config=config)
 

@@ -1,8 +1,8 @@
-"""The GAN head of DMD2: it tells made clips from real ones by the outputs of a model's blocks.
+"""The GAN head of DMD2: it tells generated clips from real ones by the outputs of a model's blocks.
 
 Every tapped block has its own small network per token, layer norm -> dense -> silu -> dense -> one
-logit, so that a clip gets a logit for each place and depth. Where to tap follows FastGen's recipes
-for Wan: half way, three quarters, and the last block.
+logit, so that a clip gets a logit for each position and depth. The taps follow FastGen's recipes
+for Wan: halfway, three quarters, and the last block.
 
 Shapes: N tapped blocks, B batch, L tokens, D model width.
 """
@@ -16,13 +16,13 @@ _WIDTH, _EPS = 256, 1e-6
 
 
 def taps(config: wan.WanConfig) -> tuple[int, ...]:
-    """Numbers of the blocks whose outputs are read, at most three."""
+    """Numbers of the tapped blocks, at most three."""
     layers = config.num_layers
     return tuple(sorted({layers // 2, 3 * layers // 4, layers - 1}))
 
 
 def init(key, config: wan.WanConfig) -> dict:
-    """Parameters of the head, float32; its logits are zero at first."""
+    """Parameters of the head, float32; its logits start at zero."""
     taps_N = len(taps(config))
     draw = jax.random.normal(key, (taps_N, config.dim, _WIDTH), jnp.float32)
     return {

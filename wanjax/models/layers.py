@@ -23,7 +23,7 @@ MATMUL = "matmul"  # name of every dense output for remat policies
 
 class Dense(nn.Module):
     """y = x W + b, plus scale·(x A) B when the "lora" collection holds an adapter for this layer
-    (arXiv 2106.09685). A parameter `scale` beside the kernel says that it is quantised."""
+    (arXiv 2106.09685). A parameter `scale` next to the kernel means that it is quantised."""
 
     features: int
     dtype: Any
@@ -93,11 +93,17 @@ class RMSNorm(nn.Module):
         if rope is None:
             return x.astype(jnp.float32) * inverse * scale
         cos, sin = (table[None, :, None, :, None] for table in rope)
-        pairs = lambda x: x.reshape(*x.shape[:-1], -1, cos.shape[-2], 2)
-        swap, sign = lambda x: pairs(x)[..., ::-1], _row(np.array([-1, 1], np.float32), 5)
-        # partners are picked from x as it came, so that XLA writes no float32 copy of the norm
+
+        def pairs(x):
+            return x.reshape(*x.shape[:-1], -1, cos.shape[-2], 2)
+
+        def swapped(x):
+            return pairs(x)[..., ::-1]
+
+        sign = _row(np.array([-1, 1], np.float32), 5)
+        # partners are taken from x in its own dtype, so that XLA writes no float32 copy of the norm
         own = pairs(x).astype(jnp.float32) * pairs(scale)
-        partner = swap(x).astype(jnp.float32) * swap(scale) * sign
+        partner = swapped(x).astype(jnp.float32) * swapped(scale) * sign
         return (own * cos + partner * sin).reshape(x.shape) * inverse
 
 
@@ -112,8 +118,8 @@ def time_features(t, dim: int):
 
 @functools.lru_cache(maxsize=32)
 def rope_table(grid: tuple[int, int, int], head_dim: int):
-    """cos and sin [L, K/2] in float32 for tokens of a (T, H, W) grid, W fastest; tables are built
-    in float64.
+    """cos and sin [L, K/2] in float32 for tokens of a (T, H, W) grid, W fastest; computed in
+    float64.
 
     Channels split as time, height, width with height = width = 2·(K//6); every axis has its own
     base 10000.

@@ -65,7 +65,7 @@ def merge(params, adapter, strength: float = 1.0):
 
 
 def _stable_hash(text: str) -> int:
-    """A number that does not change between processes, so that every module draws its own A."""
+    """A hash that is the same in every process, so that each module draws its own A."""
     value = 0
     for char in text:
         value = (value * 131 + ord(char)) % (2**31)

@@ -1,8 +1,8 @@
 """Frozen matrices stored in one byte: kernel ≈ q · scale, one scale per output column.
 
-"float8" is e4m3 (3 mantissa bits: a weight is off by 2.65 % of itself), "int8" is symmetric (about
-0.9 % of a column's spread). Adapters stay float32, and gradients pass to activations through the
-stored weights; q and scale get none.
+"float8" is e4m3 (3 mantissa bits: a weight is off by 2.65 % of its value), "int8" is symmetric
+(about 0.9 % of a column's spread). Adapters stay float32, and gradients pass to activations through
+the stored weights; q and scale get none.
 """
 
 import functools
@@ -40,7 +40,7 @@ def matmul(x, q, scale, *, direct: bool = False):
 
     On a GPU in bfloat16, activations are rounded like the weights, with one scale per token, so
     that the tensor cores multiply bytes at twice the rate: always for int8, for float8 where
-    `direct` allows its 2.65 % more of error.
+    `direct` accepts another 2.65 % of error.
     """
     bytes_do = direct or q.dtype == jnp.int8
     if bytes_do and x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
@@ -54,10 +54,10 @@ def byte_matmul(x, q, scale):
     token = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32) / _LARGEST[q.dtype.name]
     token = jnp.maximum(token, jnp.finfo(jnp.float32).tiny)
     rounded = _round(x.astype(jnp.float32) / token, q.dtype)
-    rounded = jax.lax.optimization_barrier(rounded)  # written as bytes by what computed x
+    rounded = jax.lax.optimization_barrier(rounded)  # so that whatever computed x writes bytes
     exact = jnp.int32 if q.dtype == jnp.int8 else x.dtype
     y = jnp.matmul(rounded, q, preferred_element_type=exact)
-    # without the barrier XLA:GPU turns int32 into float32 in a pass of its own (RESULTS.md)
+    # without the barrier XLA:GPU converts int32 to float32 in a separate pass (RESULTS.md)
     return _scaled(jax.lax.optimization_barrier(y), scale, token, x.dtype)
 
 

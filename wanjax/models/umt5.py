@@ -43,7 +43,10 @@ def init(key, config: UMT5Config):
     k_embed, k_block = jax.random.split(key)
     x_BSE, mask_BS = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
     bucket_QS = relative_buckets(1, config)
-    init_layer = lambda k: Layer(config).init(k, x_BSE, mask_BS, bucket_QS)["params"]
+
+    def init_layer(key):
+        return Layer(config).init(key, x_BSE, mask_BS, bucket_QS)["params"]
+
     return {
         "shared": {
             "embedding": jax.random.normal(k_embed, (config.vocab_size, config.d_model)),
@@ -59,7 +62,7 @@ def encode(params, ids_BS, mask_BS, *, config: UMT5Config):
     """Return the last hidden state ctx_BSE; rows with mask 0 are zero.
 
     An id outside the vocabulary gives NaN rows rather than another token's embedding. Masked
-    positions do not influence the others, so any amount of right padding gives the same rows.
+    positions do not affect the others, so any amount of right padding gives the same rows.
     """
     mask_BS = mask_BS.astype(bool)
     bucket_QS = relative_buckets(ids_BS.shape[1], config)
@@ -83,11 +86,16 @@ class Layer(nn.Module):
     def __call__(self, x_BSE, mask_BS, bucket_QS):
         c = self.config
         E, N, K, F = c.d_model, c.num_heads, c.d_kv, c.d_ff
-        norm = lambda name: nn.RMSNorm(epsilon=c.layer_norm_epsilon, name=name)
-        dense = lambda name, out, std: nn.Dense(
-            out, use_bias=False, kernel_init=nn.initializers.normal(std), name=name
-        )
-        heads = lambda y: y.reshape(*y.shape[:2], N, K)
+
+        def norm(name):
+            return nn.RMSNorm(epsilon=c.layer_norm_epsilon, name=name)
+
+        def dense(name, out, std):
+            init = nn.initializers.normal(std)
+            return nn.Dense(out, use_bias=False, kernel_init=init, name=name)
+
+        def heads(y):
+            return y.reshape(*y.shape[:2], N, K)
 
         n_BSE = norm("layer.0.layer_norm")(x_BSE)
         q_BQNK = heads(dense("layer.0.SelfAttention.q", N * K, (E * K) ** -0.5)(n_BSE))
@@ -118,8 +126,8 @@ class Layer(nn.Module):
 def relative_buckets(length: int, config: UMT5Config) -> np.ndarray:
     """Return the bucket of every offset j − i as int32 [Q,S]; the upper half is for j > i.
 
-    Small distances have a bucket each, larger ones share logarithmic buckets up to the maximal
-    distance. Powers of two lie exactly on an edge: host float64 and a tolerance give the upper
+    Small distances have a bucket each, larger ones share logarithmic buckets up to the maximum
+    distance. Powers of two are exactly on an edge: host float64 and a tolerance give the upper
     bucket on every platform, as the float32 reference does.
     """
     half = config.relative_attention_num_buckets // 2

@@ -8,7 +8,8 @@ network (its history is zero, so of each temporal kernel only the last tap count
 Each scan step codes `step` latent frames: 1 takes the least memory, all of them (T - 1) is one
 step without a loop, for training on short clips (the function is the same).
 The network is a list of groups of layers (`_encoder`, `_decoder`), walked by init and by the
-forward pass. All runs in the dtype of the parameters except norms and softmax (float32).
+forward pass, hence one module. Everything runs in the dtype of the parameters except norms and
+softmax (float32).
 
 Wan 2.1: plain stages. Wan 2.2: 2x2 pixel patches and stages with an average-down or duplicate-up
 shortcut (`is_residual`). Paper: Wan, arXiv:2503.20314, section 4.1.
@@ -17,20 +18,17 @@ Dimensions: B batch, T frames, H W height/width, C channels; z_BTHWC latents, x_
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from wanjax import trees
 
-_MEAN_21 = (
-    (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
-    + (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-)  # fmt: skip
-_STD_21 = (
-    (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
-    + (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
-)  # fmt: skip
+_MEAN_21 = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+_MEAN_21 += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
+_STD_21 = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+_STD_21 += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 _STRIDE_T = 4  # pixel frames per latent frame; every published Wan VAE
 
 
@@ -136,7 +134,7 @@ def decode_tiled(params, z_BTHWC, *, config: VAEConfig, tile=256):
     stride = tile * 3 // 4
     _check_latents(z_BTHWC, config)
     _check_tiles(tile, stride, config.scale_factor_spatial)
-    run = lambda z: _decode_frames(params, z, config)
+    run = partial(_decode_frames, params, config=config)
     z_unit, x_unit = config.scale_factor_spatial, config.patch
     sizes_z, sizes_x = (tile // z_unit, stride // z_unit), (tile // x_unit, stride // x_unit)
     x = _tiled(run, _denormalise(z_BTHWC, config), sizes_z, sizes_x)
@@ -284,13 +282,8 @@ def _shapes(config):
             else:
                 kernels[f"{name}/resample/1"] = (3, 3, c_in, c_out)
                 if kind.endswith("3d"):
-                    kernels[f"{name}/time_conv"] = (
-                        3,
-                        1,
-                        1,
-                        c_in,
-                        2 * c_in if kind == "up3d" else c_in,
-                    )
+                    width = 2 * c_in if kind == "up3d" else c_in
+                    kernels[f"{name}/time_conv"] = (3, 1, 1, c_in, width)
     shapes = {f"{name}/gamma": (dim,) for name, dim in gammas.items()}
     for name, shape in kernels.items():
         shapes |= {f"{name}/kernel": shape, f"{name}/bias": shape[-1:]}
@@ -322,9 +315,7 @@ def _scan_chunks(groups, params, x_BTHWC, size):
     rest = x_BTHWC[:, 1:]
     if not rest.shape[1]:
         return first
-    if (
-        rest.shape[1] == size
-    ):  # no loop: XLA:CPU runs the gradient of a convolution badly inside one
+    if rest.shape[1] == size:  # no loop, in which XLA:CPU is slow at gradients of convolutions
         return jnp.concatenate([first, _run(groups, params, carry, rest)[0]], 1)
     if rest.shape[1] % size:
         raise ValueError(
@@ -357,7 +348,7 @@ def _conv(params, name, x, *, stride=(1, 1), padding: str | tuple = "SAME"):
     """Convolve x_BTHWC with (time, space) strides; only space is padded.
 
     Frames under the temporal taps are stacked on channels, which makes it one 2D convolution.
-    Frames that lack in front of the first output are zeros: their taps are left out.
+    Frames missing before the first output are zeros: their taps are left out.
     """
     kernel = params[f"{name}/kernel"]
     kernel = kernel.reshape(-1, *kernel.shape[-4:])[-x.shape[1] :]
@@ -473,13 +464,11 @@ _LAYERS = {
 def _shortcut(x, frames, kind, c_out, f_t, f_s):
     """Parameter-free skip path of a Wan 2.2 stage, `frames` long."""
     if kind == "average":
-        x = jnp.pad(
-            x, ((0, 0), (-x.shape[1] % f_t, 0), (0, 0), (0, 0), (0, 0))
-        )  # frame 0 meets zeros
+        front = -x.shape[1] % f_t  # frame 0 is averaged with zeros
+        x = jnp.pad(x, ((0, 0), (front, 0), (0, 0), (0, 0), (0, 0)))
         B, T, H, W, C = x.shape
-        x = x.reshape(B, T // f_t, f_t, H // f_s, f_s, W // f_s, f_s, C).transpose(
-            0, 1, 3, 5, 7, 2, 4, 6
-        )
+        x = x.reshape(B, T // f_t, f_t, H // f_s, f_s, W // f_s, f_s, C)
+        x = x.transpose(0, 1, 3, 5, 7, 2, 4, 6)
         return x.reshape(*x.shape[:4], c_out, -1).mean(-1)
     B, T, H, W, C = x.shape
     x = jnp.repeat(x, c_out * f_t * f_s * f_s // C, -1).reshape(B, T, H, W, c_out, f_t, f_s, f_s)
@@ -515,7 +504,7 @@ def _denormalise(z_BTHWC, config):
 
 
 def _check_pixels(x, config):
-    """Raise ValueError unless x is [B, 4n+1, H, W, C] with sizes this VAE takes."""
+    """Raise ValueError unless x is [B, 4n+1, H, W, C] with sizes this VAE accepts."""
     channels = config.in_channels // config.patch**2
     factor = config.scale_factor_spatial
     if x.ndim != 5 or x.shape[-1] != channels:
@@ -539,7 +528,7 @@ def _check_latents(z, config):
 
 
 def _check_tiles(tile, stride, factor):
-    """Raise ValueError unless tiles overlap or touch and fall on whole latents."""
+    """Raise ValueError unless tiles overlap or touch and cover whole latents."""
     if not 0 < stride <= tile or tile % factor or stride % factor:
         raise ValueError(
             f"vae tiling: tile {tile} and stride {stride}, expected 0 < stride <= tile, "

@@ -1,5 +1,5 @@
 """The Wan video diffusion transformer: one module and one config for every variant (arXiv
-2503.20314).
+2503.20314), from patches to velocity.
 
 v = denoise(params, lora, x_t, t, text): patches -> blocks of {self-attention with 3D rotary
 embedding, cross-attention to text (and CLIP image tokens), feed-forward}, each modulated by the
@@ -12,7 +12,9 @@ K head dim, F ffn, S text tokens, E text dim, M distinct times per sample.
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,15 +26,14 @@ from wanjax.models import attention, blocks, layers, pipeline, quant
 from wanjax.parallel import sharding
 
 STACK = "blocks"
-STAGES = "stages"  # the same leaves as a pipeline wants them, see `stage`
+STAGES = "stages"  # the same leaves in the layout of a pipeline, see `stage`
 RUN_FIELDS = ("text_len", "dtype", "attention", "context", "remat", "interleave")  # of WanConfig
 FLOAT32 = ("time_embedder", "time_proj", "scale_shift_table", "norm", "pos_embed")
 
 
 @dataclass(frozen=True)
 class WanConfig:
-    """Names and meaning follow diffusers' transformer/config.json, then how wanjax runs the
-    model."""
+    """Fields of diffusers' transformer/config.json, then how wanjax runs the model."""
 
     num_attention_heads: int
     attention_head_dim: int
@@ -49,11 +50,11 @@ class WanConfig:
     image_dim: int | None = None  # width of CLIP image tokens (Wan2.1 I2V)
     added_kv_proj_dim: int | None = None  # key/value width of those tokens
     rope_max_seq_len: int = 1024
-    pos_embed_seq_len: int | None = None  # learned position of two images' tokens (FLF2V)
-    text_len: int = 512  # text rows the model was trained with; part of the function
+    pos_embed_seq_len: int | None = None  # learned positions of two images' tokens (FLF2V)
+    text_len: int = 512  # text rows the model was trained with; the output depends on it
     dtype: str = "float32"  # matmul dtype; norms, modulation, rotary, time and softmax stay float32
     attention: str = "auto"  # kernel, see attention.resolve
-    context: str = "auto"  # form over that mesh axis, see attention.context_form
+    context: str = "auto"  # attention over that mesh axis, see attention.context_form
     remat: str = "none"  # see blocks.REMAT
     interleave: int = 1  # chunks of layers per pipeline stage, see pipeline
 
@@ -67,10 +68,10 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
 
     Args:
       params: tree of `init`; lora: adapter tree (module path -> a, b, scale) or None.
-      t_B: [B], or [B, M] with cond["time_index"] [L] telling which of the M times each token has
+      t_B: [B], or [B, M] with cond["time_index"] [L] giving which of the M times each token has
         (TI2V-5B).
-      ctx_BSE: text rows; rows up to config.text_len that are left out are zero rows by
-        definition, and count exactly.
+      ctx_BSE: text rows; missing rows up to config.text_len are zero rows by definition, and are
+        accounted for exactly.
       cond: optional {"latents": extra input channels [B,T,H,W,C'], "image": CLIP tokens
         [B,S',E'], "time_index"}.
     Raises ValueError when channels, text length or patch division do not fit config.
@@ -86,19 +87,20 @@ def denoise(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig
 
 
 def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfig, layers):
-    """Outputs [len(layers),B,L,D] of the blocks with these rising numbers, in config.dtype; no
-    block after the last of them runs. Arguments as of `denoise`; not under a pipeline."""
+    """Outputs [len(layers),B,L,D] of the blocks with these ascending numbers, in config.dtype; no
+    block after the last of them runs. Arguments as in `denoise`; not under a pipeline."""
     if sharding.mesh_shape().get("stage", 1) > 1:
         raise ValueError(
-            "features of single blocks are not read under a pipeline; set config.mesh.stage to 1"
+            "features of single blocks cannot be read under a pipeline; set config.mesh.stage to 1"
         )
     h, side, block, _ = _enter(params, lora, x_BTHWC, t_B, ctx_BSE, cond, config)
     length = math.prod(n // p for n, p in zip(x_BTHWC.shape[1:4], config.patch_size, strict=True))
     found, first = [], 0
     for last in layers:
-        part = lambda a, run=slice(first, last + 1): a[run]
+        part = slice(first, last + 1)
         stack, lora_stack = (
-            jax.tree.map(part, tree.get(STACK, {})) for tree in (params, lora or {})
+            jax.tree.map(operator.itemgetter(part), tree.get(STACK, {}))
+            for tree in (params, lora or {})
         )
         h = blocks.run_blocks(block, stack, lora_stack, h, side, remat=config.remat)
         found.append(h[:, :length])  # pyright: ignore
@@ -107,8 +109,8 @@ def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfi
 
 
 def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
-    """What `denoise` does around its blocks: (tokens h [B,L,D], side inputs of every block, block,
-    function h -> velocity)."""
+    """The part of `denoise` around its blocks: (tokens h [B,L,D], side inputs of every block,
+    block, function h -> velocity)."""
     cond, lora = cond or {}, lora or {}
     if "latents" in cond:
         x = jnp.concatenate([x, cond["latents"].astype(x.dtype)], axis=-1)
@@ -116,7 +118,7 @@ def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
     patches, grid = layers.patchify(x, config.patch_size)
     rope, time_index = layers.rope_table(grid, config.attention_head_dim), cond.get("time_index")
     L = patches.shape[1]
-    rows = -L % sharding.mesh_shape().get("context", 1)  # padding tokens, seen by none
+    rows = -L % sharding.mesh_shape().get("context", 1)  # padding tokens that nothing attends to
     if rows:
         patches = jnp.pad(patches, ((0, 0), (0, rows), (0, 0)))
         rope = tuple(np.pad(table, ((0, rows), (0, 0))) for table in rope)
@@ -125,9 +127,12 @@ def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
     t_BM = t_B if t_B.ndim == 2 else t_B[:, None]
 
     rest = config.text_len - ctx_BSE.shape[1]
-    if rest:  # the rows left out are equal, so one zero row stands for all of them
+    if rest:  # the missing rows are equal, so one zero row stands for all of them
         ctx_BSE = jnp.pad(ctx_BSE, ((0, 0), (0, 1), (0, 0)))
-    outer = lambda module, *args: module.apply({"params": params, "lora": lora}, *args)
+
+    def outer(module, *args) -> Any:
+        return module.apply({"params": params, "lora": lora}, *args)
+
     h, e_BMD, e6_BM6D, ctx, image = outer(
         _Embeddings(config), patches, t_BM, ctx_BSE, cond.get("image")
     )
@@ -149,7 +154,7 @@ def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
 
 
 def init(key, config: WanConfig):
-    """Random parameters in float32 (shapes only, without memory, through jax.eval_shape)."""
+    """Random parameters in float32 (jax.eval_shape gives their shapes without memory)."""
     keys = jax.random.split(key, 3)
     rope = layers.rope_table((1, 1, 1), config.attention_head_dim)
     token, time = jnp.zeros((1, 1, config.dim)), jnp.zeros((1, 1))
@@ -171,8 +176,8 @@ def init(key, config: WanConfig):
 
 
 def check_mesh(config: WanConfig, mesh: dict[str, int], batch: int, tokens: int) -> None:
-    """Raise ValueError, naming the legal values, when the model cannot run so on a mesh of these
-    sizes. Any number of tokens >= mesh.context and any number of layers >= chunks will do."""
+    """Raise ValueError, naming the legal values, when the model cannot run like this on a mesh of
+    these sizes. Any number of tokens >= mesh.context and of layers >= chunks is fine."""
     size = {axis: mesh.get(axis, 1) for axis in sharding.AXES}
     attention.resolve(config.attention, config.dtype, config.attention_head_dim)
     attention.context_form(config.num_attention_heads, size, config.context)
@@ -202,7 +207,7 @@ def check_mesh(config: WanConfig, mesh: dict[str, int], batch: int, tokens: int)
 
 
 def describe(config: WanConfig, mesh: dict[str, int]) -> str:
-    """One line for the start of a run: the attention kernel, and how context and stage are used."""
+    """One line for the start of a run: attention kernel, remat, use of context and stage."""
     kernel = attention.resolve(config.attention, config.dtype, config.attention_head_dim)
     ulysses, ring = attention.context_form(config.num_attention_heads, mesh, config.context)
     parts = [f"attention {attention.describe(kernel)}", f"remat {config.remat}"]
@@ -217,8 +222,9 @@ def describe(config: WanConfig, mesh: dict[str, int]) -> str:
 def stage(tree, config: WanConfig):
     """A parameter or adapter tree with its blocks laid out for the pipeline of the mesh in use.
 
-    `denoise` does this itself; a tree that stays (the frozen base) is better staged once, because
-    with interleaving, or layers that the stages do not divide, weights change devices here.
+    `denoise` does this itself; a tree that does not change (the frozen base) is better staged once,
+    because with interleaving, or layers that the stages do not divide, weights move between
+    devices here.
     """
     if STACK not in tree:
         return tree
@@ -230,14 +236,14 @@ def stage(tree, config: WanConfig):
 
 def store(params, dtype):
     """Cast matmul weights to dtype; norms, tables and the time embedding stay float32 (as in
-    released files). With "float8" or "int8" the matrices of the blocks take one byte a weight (see
-    quant), and the other matmul weights are bfloat16."""
+    released files). With "float8" or "int8" the matrices of the blocks take one byte per weight
+    (see quant), and the other matmul weights are bfloat16."""
     flat = trees.flatten(params)
     return trees.unflatten({k: x for path in flat for k, x in store_leaf(path, flat[path], dtype)})
 
 
 def store_leaf(path: str, leaf, dtype) -> list[tuple[str, jax.Array]]:
-    """The paths and leaves under which `store` keeps one leaf."""
+    """The paths and leaves that one leaf becomes in `store`."""
     if any(name in path for name in FLOAT32):
         return [(path, leaf.astype(jnp.float32))]
     if dtype not in quant.DTYPES:
@@ -251,7 +257,7 @@ def store_leaf(path: str, leaf, dtype) -> list[tuple[str, jax.Array]]:
 def forward_flops(config: WanConfig, grid: tuple[int, int, int]) -> int:
     """Floating-point operations of one sample's forward pass on a token grid; a multiply-add is 2.
 
-    Counts the matmuls of the blocks only (98 % of the weights and all of attention), the
+    Counts only the matmuls of the blocks (98 % of the weights and all of attention), the
     convention behind the figure of 1.678 PFLOP for the 14B model at 480x832x81.
     """
     L, S, D, F = math.prod(grid), config.text_len, config.dim, config.ffn_dim
@@ -294,9 +300,8 @@ class Block(nn.Module):
             per_token(e6[:, :, i], time_index) for i in range(6)
         )
         u = layers.LayerNorm(config.eps, name="norm1")(h_BLD) * (1 + scale1) + shift1
-        attn = Attention(config, name="attn1")(
-            u.astype(dtype), None, None, rope, length=self.length
-        )  # fmt: skip
+        attend = Attention(config, name="attn1")
+        attn = attend(u.astype(dtype), None, None, rope, length=self.length)
         h = (h_BLD.astype(jnp.float32) + attn.astype(jnp.float32) * gate1).astype(dtype)
 
         norm = layers.LayerNorm(config.eps, affine=True, name="norm2")
@@ -305,15 +310,16 @@ class Block(nn.Module):
         h = h + attn
 
         u = (layers.LayerNorm(config.eps, name="norm3")(h) * (1 + scale2) + shift2).astype(dtype)
-        dense = functools.partial(layers.Dense, dtype=dtype, direct=True)  # attention needs more
+        # direct: here only, as the projections of attention need more precision than float8
+        dense = functools.partial(layers.Dense, dtype=dtype, direct=True)
         u = dense(config.ffn_dim, name="ffn.net.0.proj")(u)
         u = dense(config.dim, name="ffn.net.2")(nn.gelu(u, approximate=True))
         return (h.astype(jnp.float32) + u.astype(jnp.float32) * gate2).astype(dtype)
 
 
 class Attention(nn.Module):
-    """Self-attention (ctx None), or cross-attention to text with an optional second read of CLIP
-    image tokens."""
+    """Self-attention (ctx None), or cross-attention to text and, where given, to CLIP image
+    tokens."""
 
     config: WanConfig
 
@@ -321,14 +327,17 @@ class Attention(nn.Module):
     def __call__(self, x_BLD, ctx_BSD, image_BSD, rope, last_count: int = 1, length=None):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         dense = functools.partial(layers.Dense, config.dim, dtype)
-        heads = lambda x: x.reshape(*x.shape[:2], -1, config.attention_head_dim)
+
+        def heads(x):
+            return x.reshape(*x.shape[:2], -1, config.attention_head_dim)
+
         source = x_BLD if ctx_BSD is None else ctx_BSD
         q = layers.RMSNorm(config.eps, name="norm_q")(dense(name="to_q")(x_BLD), rope)
         k = layers.RMSNorm(config.eps, name="norm_k")(dense(name="to_k")(source), rope)
         q, k, v = heads(q.astype(dtype)), heads(k.astype(dtype)), heads(dense(name="to_v")(source))
         attend = functools.partial(attention.attend, kernel=config.attention, form=config.context)
-        if self.is_initializing():  # one token would not divide over a mesh
-            attend = lambda q, *_, **__: q
+        if self.is_initializing():  # one token does not divide over a mesh
+            attend = _first
         out = attend(q, k, v, last_count=last_count, length=length)
         if image_BSD is not None:
             k_img = dense(name="add_k_proj")(image_BSD)
@@ -336,6 +345,10 @@ class Attention(nn.Module):
             v_img = heads(dense(name="add_v_proj")(image_BSD))
             out = out + attend(q, k_img, v_img)
         return dense(name="to_out.0")(out.reshape(x_BLD.shape))
+
+
+def _first(q, *_, **__):
+    return q
 
 
 class _Embeddings(nn.Module):
@@ -349,11 +362,9 @@ class _Embeddings(nn.Module):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         dense = functools.partial(layers.Dense, config.dim, dtype)
         h = PatchEmbedding(config, name="patch_embedding")(patches_BLP)
-        exact = (
-            functools.partial(  # tiny matmuls: full float32 costs nothing and t up to 1000 needs it
-                layers.Dense, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST
-            )
-        )
+        # tiny matmuls: full float32 costs nothing, and t up to 1000 needs it
+        highest = jax.lax.Precision.HIGHEST
+        exact = functools.partial(layers.Dense, dtype=jnp.float32, precision=highest)
         e = layers.time_features(t_BM, config.freq_dim)
         e = exact(config.dim, name="condition_embedder.time_embedder.linear_1")(e)
         e = exact(config.dim, name="condition_embedder.time_embedder.linear_2")(nn.silu(e))
@@ -420,15 +431,13 @@ class _Head(nn.Module):
 
 
 def per_token(e_BMD, time_index):
-    """Pick each token's time embedding: [B,1,D] when there is one time, else [B,L,D] (index [L]
-    or [B,L])."""
+    """Pick each token's time embedding: [B,1,D] if there is one time, else [B,L,D] (index [L] or
+    [B,L])."""
     if time_index is None:
         return e_BMD
     index = jnp.atleast_2d(time_index)[..., None]
     out = e_BMD[:, :1]
-    for m in range(
-        1, e_BMD.shape[1]
-    ):  # a chain of selects fuses; a gather would materialise [B,L,D]
+    for m in range(1, e_BMD.shape[1]):  # selects fuse; a gather would materialise [B,L,D]
         out = jnp.where(index == m, e_BMD[:, m : m + 1], out)
     return out
 

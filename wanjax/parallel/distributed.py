@@ -3,17 +3,17 @@
     start(...)        find the cluster, call the roll, jax.distributed.initialize
     everywhere(fn)    run fn on every process; a ValueError on one of them is raised on all
     agree(facts)      raise ValueError on every process when versions, code or facts differ
-    preempted(step)   whether all processes are to save and stop after this step
-    leave(code, …)    end this process so that the others end too
+    preempted(step)   whether all processes must save and stop after this step
+    leave(code, …)    end this process in a way that ends the others too
 
 Where a process runs comes from flags, from JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and
 JAX_PROCESS_ID, from SLURM (srun), from Open MPI (mpirun), or, for the coordinator "auto", from what
-jax finds by itself: TPU VM and GKE metadata, or a Kubernetes Job. With none of these there is one
+jax detects by itself: TPU VM and GKE metadata, or a Kubernetes Job. With none of these there is one
 process. Why a roll call: when a process is missing, jax ends all of them with a C++ abort that
 names no host, so process 0 first meets the others on the coordinator port and says who is missing.
 
-Exit codes: 0 done · RESTART stopped by preemption or an absent host, start the same command again ·
-1 a bug or a wrong config.
+Exit codes: 0 done · RESTART preempted or a host is missing, run the same command again · 1 a bug or
+a wrong config.
 """
 
 import contextlib
@@ -40,57 +40,64 @@ from jax.experimental import multihost_utils
 from wanjax import __version__, trees
 
 RESTART = 42
+TIMEOUT = 300.0  # seconds to wait for the other processes at start
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _GREETING = "wanjax-roll-call"
 _LOOPBACK = ("localhost", "127.0.0.1")
-_stop_asked = False  # a single process was told to stop by SIGTERM
+_stop_asked = False  # a single process got SIGTERM
 
 
 class NeedsRestart(RuntimeError):
-    """Nothing is wrong with the program: a host is absent, or the run was asked to stop."""
+    """Nothing is wrong with the program: a host is missing, or the run was asked to stop."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands; coordinator "auto" leaves everything to jax, "" is one process."""
+    """This process among the others; coordinator "auto" leaves all to jax, "" means one process."""
 
     coordinator: str = ""
     num_processes: int = 1
     process_id: int = 0
-    local_devices: tuple[int, ...] | None = None  # GPUs of this process; None = all it sees
+    local_devices: tuple[int, ...] | None = None  # GPUs of this process; None = all visible ones
     source: str = "single process"
 
 
 def start(
-    coordinator: str = "", num_processes: int | None = None, process_id: int | None = None,
-    local_devices: str = "", *, timeout: float = 300.0,
-) -> Place:  # fmt: skip
+    coordinator: str = "",
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_devices: str = "",
+) -> Place:
     """Join the other processes of the run, if there are any; call before any use of devices.
 
     coordinator: "host:port" of process 0, "auto", or "" to look at the environment; local_devices:
-    "0,1,…" or "". timeout: seconds to wait for the others. Raises ValueError for settings that
-    cannot work and NeedsRestart, on every process reached, when some did not come in time.
+    "0,1,…" or "". Raises ValueError for settings that cannot work and NeedsRestart, on every
+    process reached, when some did not show up within TIMEOUT seconds.
     """
-    # CPU devices share a few threads, which wait for collectives: two programs in flight, or one on
-    # as few threads as cores, can starve each other for good (accelerators are not concerned)
+    # CPU devices share a few threads, which wait for collectives: two programs in flight, or one
+    # with no more threads than cores, can deadlock (accelerators are not affected)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     devices = jax.config.values["jax_num_cpu_devices"]
     if devices > 1:
-        os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # read by XLA:CPU, its threads
+        os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # number of XLA:CPU's threads
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
     if not place.coordinator:
-        signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax is its owner
+        signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax handles it
         return place
     if place.coordinator == "auto":
         jax.distributed.initialize()
     else:
-        call_roll(place, timeout)
+        call_roll(place, TIMEOUT)
         near = _split(place.coordinator)[0] in _LOOPBACK
         jax.distributed.initialize(
-            place.coordinator, place.num_processes, place.process_id, place.local_devices,
-            cluster_detection_method="deactivate", initialization_timeout=max(int(timeout), 10),
+            place.coordinator,
+            place.num_processes,
+            place.process_id,
+            place.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(TIMEOUT),
             coordinator_bind_address=place.coordinator if near else None,
-        )  # fmt: skip
+        )
     sys.excepthook = _crash
     print(
         f"process  {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}, "
@@ -101,10 +108,13 @@ def start(
 
 
 def locate(
-    env: Mapping[str, str], coordinator: str = "", num_processes: int | None = None,
-    process_id: int | None = None, local_devices: str = "",
-) -> Place:  # fmt: skip
-    """Where this process stands by flags and environment; a flag wins over the environment.
+    env: Mapping[str, str],
+    coordinator: str = "",
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_devices: str = "",
+) -> Place:
+    """This process's place by flags and environment; flags win.
 
     Raises ValueError naming the flag or variable that is missing or wrong.
     """
@@ -142,7 +152,7 @@ def call_roll(place: Place, timeout: float) -> None:
     """Meet all processes on the coordinator port; return on each of them when everyone is there.
 
     Raises NeedsRestart naming host, port and the missing processes after `timeout` seconds, and
-    ValueError when the address cannot work or two processes have the same id or another count.
+    ValueError when the address cannot work, an id is taken twice or process counts differ.
     """
     host, port = _split(place.coordinator)
     if place.process_id:
@@ -178,7 +188,7 @@ def versions() -> dict[str, str]:
 def agree(facts: Mapping[str, Any]) -> None:
     """Raise ValueError on every process if package versions, code or `facts` (nested, JSON) differ.
 
-    One digest is compared; only when it differs the values travel, to name the keys.
+    Digests are compared; only when they differ are the values exchanged, to name the keys.
     """
     if jax.process_count() == 1:
         return
@@ -195,8 +205,8 @@ def agree(facts: Mapping[str, Any]) -> None:
         who: dict[str, list[int]] = {}
         for index, value in enumerate(values):
             who.setdefault(value.get(key, "absent"), []).append(index)
-        told = (f"{v} on process {_some(ids)} ({hosts[ids[0]]})" for v, ids in who.items())
-        parts.append(f"{key} is {', '.join(told)}")
+        listed = (f"{v} on process {_some(ids)} ({hosts[ids[0]]})" for v, ids in who.items())
+        parts.append(f"{key} is {', '.join(listed)}")
     more = f"; and {len(keys) - 5} more" if len(keys) > 5 else ""
     raise ValueError(
         f"the processes of this run disagree: {'; '.join(parts)}{more}; "
@@ -211,7 +221,7 @@ def fingerprint(texts: Sequence[str]) -> str:
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, by process; all call it together."""
+    """The texts of all processes, in order; all of them call it together."""
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))
     row = np.zeros(int(sizes.max()) or 1, np.uint8)
@@ -224,25 +234,25 @@ def gather(text: str) -> list[str]:
 
 
 def preempted(step: int) -> bool:
-    """Whether to save and stop after `step`: SIGTERM has reached one process. True on all at the
-    same step; every process calls it once a step."""
+    """Whether to save and stop after `step`, as one process got SIGTERM. True on all processes at
+    the same step; each calls it once per step."""
     if jax.process_count() > 1:
         return bool(multihost_utils.reached_preemption_sync_point(step))
     return _stop_asked
 
 
 def leave(code: int, message: str) -> NoReturn:
-    """Print the message and end this process, also when the others do not know that it must end.
+    """Print the message and end this process, even when the others do not know that it must end.
 
-    The usual exit waits minutes for all processes to come to theirs; one that fails alone closes
-    its connections instead, so that the others, blocked in a collective, end too.
+    A normal exit waits minutes for all processes to exit; one that fails alone drops its
+    connections instead, so that the others, blocked in a collective, end too.
     """
     print(message, file=sys.stderr, flush=True)
     if not jax.distributed.is_initialized():
         sys.exit(code)
     sys.stdout.flush()
     if jax.process_index() == 0:
-        time.sleep(3)  # its end aborts the others: let those that failed as well say so first
+        time.sleep(3)  # its exit aborts the others: let those that failed too say so first
     os._exit(code)
 
 
@@ -253,11 +263,13 @@ def _crash(kind, error, trace) -> None:
 def _ask_stop(*_) -> None:
     global _stop_asked
     _stop_asked = True
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who asks twice does not want to wait
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills at once
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, Any]:
     """What the environment says: coordinator, count, index, local, source; absent where unknown."""
+    # jax detects SLURM and Open MPI too, but inside initialize: the roll call needs address, count
+    # and index before that, and jax._src.clusters is not a public API
     address, port = env.get("JAX_COORDINATOR_ADDRESS", ""), env.get("JAX_COORDINATOR_PORT", "")
     if address and ":" not in address and port:
         address = f"{address}:{port}"
@@ -269,7 +281,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
         alone = env["SLURM_NTASKS"] == env.get("SLURM_STEP_NUM_NODES")
         names = ("SLURM_NTASKS", "SLURM_PROCID", "" if alone else "SLURM_LOCALID")
         return _found(env, address, "SLURM", *names)
-    if int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:  # newer ones tell no address of rank 0
+    if int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:  # newer versions don't give rank 0's address
         alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
         names = ("SIZE", "RANK") if alone else ("SIZE", "RANK", "LOCAL_RANK")
         return _found(env, address, "Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in names))
@@ -281,7 +293,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
 def _found(env, address: str, source: str, count: str, index: str, local: str = ""):
     found: dict[str, Any] = {"coordinator": address, "source": source}
     found |= {"count": int(env[count]), "index": int(env[index])}
-    # One process a GPU; a launcher that shows each its own GPU only leaves nothing to choose from.
+    # One process per GPU; nothing to choose where the launcher shows each process only its own.
     if local and len(env.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) > 1:
         found["local"] = [int(env[local])]
     return found
@@ -295,9 +307,9 @@ def _slurm_coordinator(env: Mapping[str, str], port: str) -> str:
 
 
 def _ask(place: Place, host: str, port: int, deadline: float) -> None:
-    """Process 0: hear everyone, then tell each to go on, or why not."""
+    """Process 0: wait for everyone, then tell each to proceed, or why not."""
     here, n = f"process 0 on {socket.gethostname()}", place.num_processes
-    near = host in _LOOPBACK  # then nobody else needs to get in
+    near = host in _LOOPBACK  # then no other host needs to reach it
     dual = socket.has_dualstack_ipv6() and not near
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -335,7 +347,7 @@ def _ask(place: Place, host: str, port: int, deadline: float) -> None:
     )
     word = f"bad {fault}" if fault else f"late {late}" if missing else "go"
     for call in calls:
-        with contextlib.suppress(OSError), call:  # one that has gone meanwhile is jax's to find
+        with contextlib.suppress(OSError), call:  # jax notices one that is gone by now
             call.sendall(f"{word}\n".encode())
     if fault:
         raise ValueError(fault)
@@ -354,20 +366,20 @@ def _hear(call: socket.socket) -> tuple[str, int, int] | None:
 
 
 def _answer(place: Place, host: str, port: int, deadline: float) -> None:
-    """Process i: reach process 0, say who this is, and wait for its word."""
+    """Process i: reach process 0, say who this is, and wait for its reply."""
     me = f"process {place.process_id} on {socket.gethostname()}"
     _refuse_loopback(me, host, port)
     reply, last = "", "no answer"
     while not reply and (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(left, 10)) as call:
-                # The pid tells a second attempt of one process from a second process with its id.
+                # The pid distinguishes a retry from a second process with the same id.
                 name = f"{socket.gethostname()}:{os.getpid()}"
                 line = [_GREETING, name, place.process_id, place.num_processes]
                 call.sendall((" ".join(map(str, line)) + "\n").encode())
                 call.settimeout(left + 5)  # process 0 has its own deadline, and says so
                 reply = call.makefile().readline().strip()
-        except OSError as error:  # not there yet, or its name is not known yet
+        except OSError as error:  # not listening yet, or its name does not resolve yet
             last = str(error.strerror or error)
         if not reply:
             time.sleep(min(0.2, max(left, 0)))
@@ -383,13 +395,13 @@ def _answer(place: Place, host: str, port: int, deadline: float) -> None:
 
 
 def _refuse_loopback(me: str, host: str, port: int) -> None:
-    """A host name that /etc/hosts maps to 127.0.0.1 leads each process to itself, for ever."""
+    """A host name that /etc/hosts maps to 127.0.0.1 would connect each process to itself."""
     if host in (*_LOOPBACK, socket.gethostname(), socket.getfqdn()):
         return
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port)}
     except OSError:
-        return  # not known yet; the connection attempts say so if it stays that way
+        return  # does not resolve yet; the connection attempts report it if that lasts
     if all(a.startswith("127.") or a == "::1" for a in addresses):
         raise ValueError(
             f"{me}: --coordinator={host}:{port} is this machine itself ({sorted(addresses)[0]}); "
@@ -398,7 +410,7 @@ def _refuse_loopback(me: str, host: str, port: int) -> None:
 
 
 def _code() -> str:
-    """Digest of the source files of this package, which a version number may not tell apart."""
+    """Digest of this package's source files, which may differ under one version number."""
     root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

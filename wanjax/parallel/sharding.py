@@ -24,7 +24,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "tokens": ("context",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
-    "embed": ("fsdp", "context"),  # the weight dimension that is gathered before use
+    "embed": ("fsdp", "context"),  # the weight dimension gathered before use
     "adapter": ("tensor", "fsdp", "context"),  # heads or mlp of a low-rank matrix
     "layers": ("stage",),  # scanned blocks, in order
     "stage": ("stage",),  # blocks as a pipeline holds them
@@ -32,7 +32,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
 
 
 def make_mesh(shape: dict[str, int] | None = None, devices=None) -> Mesh:
-    """Build the mesh {axis: size}; one axis may be -1 and takes the devices that are left.
+    """Build the mesh {axis: size}; one axis may be -1 and takes the remaining devices.
 
     Raises ValueError when a name is unknown or the sizes do not multiply to the number of devices.
     """
@@ -65,7 +65,7 @@ def use_mesh(mesh: Mesh | None):
 
 
 def mesh_shape() -> dict[str, int]:
-    """Sizes of the mesh in use ({} when none is)."""
+    """Sizes of the mesh in use ({} without one)."""
     return dict(jax.sharding.get_abstract_mesh().shape)
 
 
@@ -91,28 +91,33 @@ def constrain(x, *logical: str | None):
 
 
 def fetch(x) -> np.ndarray:
-    """The whole array on every host, also when its pieces lie on several."""
+    """The whole array on every host, even when its shards are spread over several."""
     if jax.process_count() == 1 or not isinstance(x, jax.Array) or x.is_fully_addressable:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def to_host(tree):
-    """Move arrays to pinned host memory, split as they are, so that an idle expert holds no device
-    memory once the originals are dropped. A backend without such memory keeps them as they are."""
+    """Move arrays to pinned host memory under the same sharding, so that an idle expert holds no
+    device memory once the originals are dropped. On a backend without such memory they stay."""
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     if "pinned_host" not in kinds:
         return tree
-    move = lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    return jax.tree.map(move, tree)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree
+    )
 
 
 def to_device(tree):
     """Bring what `to_host` moved back to device memory; works inside jit as well, where XLA may
     start the copy ahead of the first use."""
     spaces = jax.memory.Space
-    away = lambda x: jax.typeof(x).memory_space == spaces.Host
-    return jax.tree.map(lambda x: jax.device_put(x, spaces.Device) if away(x) else x, tree)
+
+    def fetched(x):
+        away = jax.typeof(x).memory_space == spaces.Host
+        return jax.device_put(x, spaces.Device) if away else x
+
+    return jax.tree.map(fetched, tree)
 
 
 def tree_shardings(mesh: Mesh, tree, axes_of):

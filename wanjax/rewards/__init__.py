@@ -6,10 +6,12 @@ better. config.reward maps names to weights; a name is one of
     shapes                                         built in
     pickscore?model=/models/PickScore_v1&frames=4  built in, with arguments
     http?url=http://127.0.0.1:9000&deadline=60     inside a value, & is written %26
-    my.module:fn                                   a function of one's own
-    my.module:make?threshold=0.5                   a function that makes one; "make?" without any
+    my.module:fn                                   your own function
+    my.module:make?threshold=0.5                   a function that returns one; "make?" without
+                                                   arguments
 
-Arguments become the types that the maker's parameters are annotated with (str, int, float).
+Arguments are converted to the types that the maker's parameters are annotated with (str, int,
+float).
 
 B samples of a call  M rewards  P prompts  K samples of one prompt
 """
@@ -29,7 +31,7 @@ import numpy as np
 from wanjax import advantages
 from wanjax.parallel import distributed, sharding
 
-# name: (import path, with "?" if it makes the reward; lowest and highest possible score)
+# name: (import path, ending in "?" if it makes the reward; lowest and highest possible score)
 BUILT_IN = {
     "shapes": ("wanjax.rewards.shapes:reward", 0.0, 1.0),
     "pickscore": ("wanjax.rewards.clip_score:pickscore?", -5.0, 5.0),
@@ -39,7 +41,7 @@ BUILT_IN = {
     "http": ("wanjax.rewards.http:http?", -math.inf, math.inf),
 }
 FAILURE = ("stop", "skip")
-_ROUNDING = 1e-4  # a cosine may end above 1
+_ROUNDING = 1e-4  # a cosine may round to above 1
 
 
 class RewardError(RuntimeError):
@@ -47,7 +49,7 @@ class RewardError(RuntimeError):
 
 
 def find(name: str) -> Callable:
-    """Return the reward of a name (see the module); ValueError in one line if it can't be made."""
+    """Return the reward of a name (see the module); one-line ValueError if that is impossible."""
     base, made, query = name.partition("?")
     path = BUILT_IN[base][0] if base in BUILT_IN else base + made
     module, _, function = path.removesuffix("?").partition(":")
@@ -74,14 +76,14 @@ def find(name: str) -> Callable:
 
 
 def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
-    """Make one function (video, prompts) -> ({name: scores [B]}, info) of several rewards.
+    """Combine rewards into one function (video, prompts) -> ({name: scores [B]}, info).
 
     Info values are named "reward/<label>/<part>"; a part "strict" also appears as "success". Every
     video also gets "video/motion", the mean change of a value from frame to frame in [0, 1], and
     "video/saturation", the share of values that are 0 or 255.
-    deadline: seconds that one reward may take for one call.
-    The function raises RewardError for a reward that takes longer, gives another number of scores,
-    or leaves the range of a built-in one; NaN passes.
+    deadline: seconds that one reward may take per call.
+    The function raises RewardError for a reward that takes longer, gives the wrong number of
+    scores, or leaves the range of a built-in one; NaN passes.
     """
     functions = {name: find(name) for name in names}
     labels = _labels(functions)
@@ -113,8 +115,8 @@ def run(videos, texts, reward: Callable, names, *, failure: str = "stop"):
     """Score batches of videos in order; returns (scores {name: [B]}, info {name: [B]}).
 
     videos: device arrays [b, ...] whose lengths add up to len(texts); each is fetched when its turn
-    comes, while the batch before it is scored in a thread of its own.
-    Process 0 scores and tells the others, so that all have the same numbers.
+    comes, while the previous batch is scored in a thread of its own.
+    Process 0 scores and sends the results to the others, so that all have the same numbers.
     A batch whose reward raises stops the run with RewardError, or with failure="skip" gets NaN.
     """
     if failure not in FAILURE:
@@ -128,7 +130,7 @@ def run(videos, texts, reward: Callable, names, *, failure: str = "stop"):
         if jax.process_index() == 0 and not ended:
             scored.append((part, _in_thread(_attempt, reward, frames, texts[part])))
     results = [(part, future.result()) for part, future in scored]
-    return _told(*_joined(results, names, len(texts), failure))
+    return _shared(*_joined(results, names, len(texts), failure))
 
 
 def score(
@@ -139,7 +141,7 @@ def score(
     reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.
     failure: "stop" raises RewardError, or FloatingPointError for a score that is not finite, with
     step and sample. "skip" gives each lost sample the mean of the rest of its group, so that its
-    advantage is zero and the others' means are their own.
+    advantage is zero and the others' mean does not change.
     """
     try:
         scores, info = run(videos, texts, reward, weights, failure=failure)
@@ -163,16 +165,17 @@ def score(
         "reward/std": total_PK.std(),
         "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
         **{f"reward/{label}": row.mean() for label, row in zip(labels, scores_MPK, strict=True)},
-        **{name: values[finite].mean() for name, values in info.items()
-           if (finite := np.isfinite(values)).any()},
-    }  # fmt: skip
+    }
+    for name, values in info.items():
+        if (finite := np.isfinite(values)).any():
+            metrics[name] = values[finite].mean()
     if failure == "skip":
         metrics["reward/lost"] = lost_B.mean()
     return scores_MPK, metrics
 
 
 def _looks(video_BTHWC) -> dict[str, np.ndarray]:
-    """What shows a collapse whatever the reward says, [B] each; an image has no motion."""
+    """Signs of a collapse whatever the reward says, [B] each; an image has no motion."""
     axes = tuple(range(1, video_BTHWC.ndim))
     burnt = (video_BTHWC == 0) | (video_BTHWC == 255)
     looks = {"video/saturation": burnt.mean(axes)}
@@ -202,7 +205,7 @@ def _arguments(maker: Callable, query: str) -> dict:
 
 
 def _labels(names: Iterable[str]) -> dict[str, str]:
-    """Short names for metrics: what stands before "?", numbered where that is not unique."""
+    """Short names for metrics: the part before "?", numbered where that is not unique."""
     labels: dict[str, str] = {}
     for name in names:
         base = name.partition("?")[0]
@@ -212,7 +215,7 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
 
 
 def _in_thread(function: Callable, *args) -> futures.Future:
-    """Start function(*args) in a thread that, unlike an executor's, never keeps the process up."""
+    """Start function(*args) in a thread that, unlike an executor's, never blocks process exit."""
     future = futures.Future()
 
     def work():
@@ -226,10 +229,10 @@ def _in_thread(function: Callable, *args) -> futures.Future:
 
 
 def _attempt(reward: Callable, frames_BTHWC, texts):
-    """Scores and info of a batch, or the exception that they ended in."""
+    """Scores and info of a batch, or the exception it raised."""
     try:
         return reward(frames_BTHWC, texts)
-    except Exception as error:  # of whatever the user's reward runs
+    except Exception as error:  # a user's reward may raise anything
         return error
 
 
@@ -254,8 +257,8 @@ def _joined(results, names, count: int, failure: str):
     return scores, info, None
 
 
-def _told(scores, info, error):
-    """What process 0 has found, on every process; raises its error on all."""
+def _shared(scores, info, error):
+    """The results of process 0, on every process; raises its error on all."""
     if jax.process_count() > 1:
         rows = [{name: row.tolist() for name, row in rows.items()} for rows in (scores, info)]
         mine = json.dumps([*rows, error and str(error)]) if jax.process_index() == 0 else ""
@@ -268,7 +271,7 @@ def _told(scores, info, error):
 
 
 def _row(what: str, values, prompts) -> np.ndarray:
-    """Values as float64 [B]; RewardError if there is not one for each prompt."""
+    """Values as float64 [B]; RewardError unless there is one per prompt."""
     row = np.asarray(values, np.float64)
     if row.shape != (len(prompts),):
         raise RewardError(
@@ -278,7 +281,7 @@ def _row(what: str, values, prompts) -> np.ndarray:
 
 
 def _check_range(name: str, scores_B, prompts) -> None:
-    """RewardError if a score of a built-in reward lies outside its range."""
+    """RewardError if a score of a built-in reward is out of its range."""
     base = name.partition("?")[0]
     _, low, high = BUILT_IN.get(base, ("", -math.inf, math.inf))
     for i in np.flatnonzero((scores_B < low - _ROUNDING) | (scores_B > high + _ROUNDING)):
@@ -289,7 +292,7 @@ def _check_range(name: str, scores_B, prompts) -> None:
 
 
 def _filled(scores_MPK, lost_PK):
-    """Put the mean of the rest of its group in place of each lost sample; of all, if no rest is."""
+    """Replace each lost sample by the mean of the rest of its group, or of all if none is left."""
     filled, kept_MB = scores_MPK.copy(), scores_MPK[:, ~lost_PK]
     everywhere_M1 = kept_MB.mean(1, keepdims=True) if kept_MB.size else np.zeros((len(filled), 1))
     for p, lost_K in enumerate(lost_PK):

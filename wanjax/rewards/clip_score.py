@@ -53,17 +53,16 @@ def pickscore(model: str, frames: str = "all", batch: int = 16, tokenizer: str =
 def clipscore(model: str, frames: str = "all", batch: int = 16, tokenizer: str = "") -> Callable:
     """The CLIPScore reward of a model folder; frames as in rewards.frames.picker."""
     params, config = load(model)
-    score = lambda cos: np.maximum(cos, 0)
-    return _reward(params, config, tokenizer or model, frames, batch, score=score)
+    return _reward(
+        params, config, tokenizer or model, frames, batch, score=lambda cos: np.maximum(cos, 0)
+    )
 
 
 def hpsv2(model: str, tokenizer: str, frames: str = "first", batch: int = 16) -> Callable:
     """The HPSv2.1 reward of a weights file; frames as in rewards.frames.picker."""
     params, config = load(model)
-    return _reward(
-        params, config, tokenizer, frames, batch,
-        score=lambda cos: cos, pixels=fitted_pixels, clean=_clean,
-    )  # fmt: skip
+    own = dict(score=lambda cos: cos, pixels=fitted_pixels, clean=_clean)
+    return _reward(params, config, tokenizer, frames, batch, **own)
 
 
 def load(path):
@@ -94,8 +93,8 @@ def cut_pixels(frames_NHWC: np.ndarray, size: int) -> np.ndarray:
     H, W = frames_NHWC.shape[1:3]
     h, w = (size * H // min(H, W), size * W // min(H, W))
     top, left = (h - size) // 2, (w - size) // 2
-    resize = lambda frame: Image.fromarray(frame).resize((w, h), Image.Resampling.BICUBIC)
-    x_NHWC = np.stack([np.asarray(resize(frame)) for frame in frames_NHWC])
+    images = [Image.fromarray(frame) for frame in frames_NHWC]
+    x_NHWC = np.stack([np.asarray(i.resize((w, h), Image.Resampling.BICUBIC)) for i in images])
     x_NHWC = x_NHWC[:, top : top + size, left : left + size]
     x_NHWC = (x_NHWC.astype(np.float64) * (1 / 255)).astype(np.float32)
     return (x_NHWC - np.array(clip.MEAN, np.float32)) / np.array(clip.STD, np.float32)
@@ -124,11 +123,13 @@ def _reward(
     pick, tokenize = picker(frames), _tokenizer(tokenizer, config)
     size = config.vision.image_size
 
+    def images(x_NHWC):
+        return _embed_images(params, pixels(x_NHWC, size), config=config)
+
     def reward(video_BTHWC, prompts, meta):
         del meta
         video_BTHWC = video_BTHWC[:, pick(video_BTHWC.shape[1])]
         B, T = video_BTHWC.shape[:2]
-        images = lambda x_NHWC: _embed_images(params, pixels(x_NHWC, size), config=config)
         image_ND = _batched(images, video_BTHWC.reshape(B * T, *video_BTHWC.shape[2:]), batch)
         different = list(dict.fromkeys(prompts))
         texts = partial(_embed_texts, params, config=config)
@@ -157,7 +158,7 @@ def _normalised(x_ND):
 
 
 def _batched(function, rows, batch: int) -> np.ndarray:
-    """function over rows, always `batch` at a time: the last are repeated to fill up."""
+    """Apply function to rows, always `batch` at a time: the last row repeats to fill up."""
     results = []
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
@@ -167,12 +168,12 @@ def _batched(function, rows, batch: int) -> np.ndarray:
 
 
 def _clean(prompt: str) -> str:
-    """What open_clip does to a text before it is tokenized."""
+    """What open_clip does to a text before tokenizing it."""
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split())
 
 
 def _tokenizer(folder, config: clip.CLIPConfig) -> Callable:
-    """tokenize(texts) -> ids_BS int32 of the tokenizer in a folder."""
+    """tokenize(texts) -> ids_BS int32, by the tokenizer in a folder."""
     folder = pathlib.Path(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(f"no tokenizer.json in {folder}; set tokenizer to a CLIP model's folder")
@@ -188,14 +189,18 @@ def _tokenizer(folder, config: clip.CLIPConfig) -> Callable:
 
 
 def _config(folder: pathlib.Path) -> clip.CLIPConfig:
-    """The config.json of a folder, with transformers' defaults for what it leaves out."""
+    """The config.json of a folder, with transformers' defaults for missing keys."""
     read: Any = transformers.CLIPConfig.from_pretrained(folder)
-    part = lambda cls, of: cls(**{f.name: getattr(of, f.name) for f in dataclasses.fields(cls)})
     return clip.CLIPConfig(
-        vision=part(clip.CLIPVisionConfig, read.vision_config),
-        text=part(clip.CLIPTextConfig, read.text_config),
+        vision=_fields(clip.CLIPVisionConfig, read.vision_config),
+        text=_fields(clip.CLIPTextConfig, read.text_config),
         projection_dim=read.projection_dim,
     )
+
+
+def _fields(cls, source):
+    """An object of a dataclass with the attributes of `source`."""
+    return cls(**{field.name: getattr(source, field.name) for field in dataclasses.fields(cls)})
 
 
 def _leaf(tensors: dict, path: str, shape: tuple, file) -> np.ndarray:
@@ -218,7 +223,7 @@ def _leaf(tensors: dict, path: str, shape: tuple, file) -> np.ndarray:
     return (np.stack(found) if layers else found[0]).astype(np.float32)
 
 
-_OPEN_CLIP = {  # beginnings of names; in this order
+_OPEN_CLIP = {  # name prefixes; the first match counts
     "visual.transformer.resblocks.": "vision_model.encoder.layers.",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",

@@ -6,8 +6,8 @@ Request   POST url, body = one line of JSON, then the videos as an .npy file (lo
 Response  200 with JSON {"scores": [b numbers], "info": {"part": [b numbers], ...}}; info may be
           absent; null or NaN is a score that the judge could not give.
 
-A refused or broken connection, no answer within the deadline, status 429 or 5xx: tried again after
-1, 2, 4, ... times `wait` seconds. Any other status, or an answer of another form, is an error at
+A refused or broken connection, no answer within the deadline, status 429 or 5xx: retried after 1,
+2, 4, ... times `wait` seconds. Any other status, or an answer in a different form, is an error at
 once. `scripts/reward_server.py` serves any reward this way; `unpack` reads a request.
 """
 
@@ -36,12 +36,12 @@ def http(
     retries: int = 4,
     wait: float = 1.0,
 ) -> Callable:
-    """The reward of a server that listens already.
+    """The reward of a server that is already running.
 
     Args:
         frames: which of them are sent, as in frames.picker.
-        batch, parallel: videos of one request, requests at a time.
-        deadline: seconds for one try.
+        batch, parallel: videos per request, requests at a time.
+        deadline: seconds per attempt.
     """
     pick, where = picker(frames), urllib.parse.urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
@@ -79,7 +79,7 @@ def pack(video_BTHWC, prompts) -> bytes:
 
 
 def unpack(body: bytes):
-    """(video_BTHWC, prompts) of a request; ValueError if it is none."""
+    """(video_BTHWC, prompts) of a request; ValueError if it is not one."""
     line, _, data = body.partition(b"\n")
     prompts = json.loads(line)["prompts"]
     return np.load(io.BytesIO(data), allow_pickle=False), prompts
@@ -88,7 +88,7 @@ def unpack(body: bytes):
 def _ask(url: str, body: bytes, count: int, *, deadline, retries, wait):
     """Post until there is an answer; returns (scores, info) of `count` numbers each.
 
-    ConnectionError when there is none, ValueError for one of another form.
+    ConnectionError when there is none, ValueError for one in a different form.
     """
     request = urllib.request.Request(url, body, {"Content-Type": "application/octet-stream"})
     trouble = ""

@@ -1,17 +1,17 @@
-"""OCR reward: is the text that the prompt puts in quotes written in the video? (as Flow-GRPO's)
+"""OCR reward: does the video show the text that the prompt puts in quotes? (as in Flow-GRPO)
 
     score of a frame = 1 − min(distance, len(target)) / len(target),    in [0, 1]
 
-distance: Levenshtein's, between target and everything read in the frame, both in lower case and
+distance: Levenshtein, between target and everything read in the frame, both in lower case and
 without spaces. Frames are pooled by
     mean      over the chosen frames
     best      the highest
     positive  mean over the frames above zero, 0 if there is none: Flow-GRPO's rule for videos,
-              which has nothing against text that is seen in one frame only
+              which does not mind text that shows in only one frame
 
-The reader is RapidOCR (PP-OCR models on onnxruntime, Latin and Chinese; its wheel has the models).
-It also reads upside-down or half-formed letters, without being sure: lines below `confidence` count
-as not read. On the CPU a frame of 416x240 takes about half a second of a core.
+The reader is RapidOCR (PP-OCR models on onnxruntime, Latin and Chinese; the wheel has the models).
+It also reads upside-down or half-formed letters, with low confidence: lines below `confidence`
+count as not read. On the CPU a frame of 416x240 takes about half a core-second.
 """
 
 import re
@@ -37,8 +37,8 @@ def ocr(frames: str = "4", pool: str = "mean", confidence: float = 0.9) -> Calla
     pick = picker(frames)
     engine = rapidocr.RapidOCR(
         params={
-            "Global.log_level": "critical",  # it warns of each frame without text
-            "Global.use_cls": False,  # would turn upside-down lines round
+            "Global.log_level": "critical",  # it warns about every frame without text
+            "Global.use_cls": False,  # would turn upside-down lines the right way up
             "Global.text_score": confidence,
             "Det.limit_type": "max",  # frames are not enlarged
             "Det.limit_side_len": 960,

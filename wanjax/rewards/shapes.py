@@ -40,7 +40,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x right, y down
 BACKGROUNDS = {"gray": (0.5, 0.5, 0.5), "black": (0.08, 0.08, 0.08), "white": (0.92, 0.92, 0.92)}
-# Never rendered while the model is pre-trained; every colour and every shape is seen elsewhere.
+# Never rendered in pre-training; every colour and every shape is seen elsewhere.
 HELD_OUT = frozenset(
     [
         ("red", "triangle"),
@@ -53,9 +53,9 @@ HELD_OUT = frozenset(
 
 SIDE = 14.0  # pixels; the area of every shape is side^2
 TRAVEL = 16  # pixels from the first to the last frame
-LATTICE = 4  # pixels between the places where a centroid may start, as far as it moves in 4 frames
+LATTICE = 4  # pixels between possible starts of a centroid: as far as it moves in 4 frames
 MARGIN = 2.0  # pixels kept free at the border and between two objects
-CLUTTER = 24.0  # pixels a frame that may belong to no object of the caption
+CLUTTER = 24.0  # pixels per frame that may belong to no object of the caption
 _AREA = (0.45 * SIDE**2, 1.7 * SIDE**2)  # pixels a blob may have
 # half width and half height of the unit-area shapes, and how far below the middle their centroid is
 _EXTENT = (
@@ -134,7 +134,7 @@ def prompts(split, count, number=None, seed=0):
         return everything
     if number > len(everything):
         raise ValueError(
-            f"{number} prompts asked of split {split!r} with {count} objects; it has "
+            f"{number} prompts requested from split {split!r} with {count} objects; it has "
             f"{len(everything)}; ask for fewer"
         )
     chosen = np.random.default_rng(seed).permutation(len(everything))[:number]
@@ -177,9 +177,9 @@ def pack(spec_list):
 def render(key, packed):
     """Draw clips of packed Specs -> video_BTHWC float32 in [0, 1]; jit it with `packed` traced.
 
-    Places are random; objects stay inside the frame and (but for about one clip in ten thousand)
-    apart from each other. All have one size and one speed, and start on a lattice whose step is the
-    way of one latent frame: few different patterns, for a model of few parameters.
+    Positions are random; objects stay inside the frame and (except in about one clip in ten
+    thousand) apart from each other. All have the same size and speed, and start on a lattice whose
+    step is the motion of one latent frame: few distinct patterns, for a model of few parameters.
     """
     centre_BTOX = _layout(key, packed)
     pixel = jnp.arange(SIZE) + 0.5
@@ -277,7 +277,7 @@ def _layout(key, packed):
     low_BOX = MARGIN + half_BOX + below_BOX + jnp.maximum(-step_BOX, 0)
     high_BOX = SIZE - MARGIN - half_BOX + below_BOX - jnp.maximum(step_BOX, 0)
     first_BOX, last_BOX = jnp.ceil(low_BOX / LATTICE), jnp.floor(high_BOX / LATTICE)
-    # more often near the borders than in the middle, which leaves room for the other object
+    # more often near the borders than in the middle, to leave room for the other object
     place_BJOX = 0.5 - 0.4999 * jnp.cos(jnp.pi * jax.random.uniform(key, (B, draws, 2, 2)))
     node_BJOX = jnp.floor(first_BOX[:, None] + place_BJOX * (last_BOX - first_BOX + 1)[:, None])
     time_11T11 = jnp.linspace(0, 1, FRAMES)[None, None, :, None, None]
@@ -301,7 +301,7 @@ def _assign(key_BOQ, count_B):
 def _blobs(video_BTHWC):
     """Measure what each palette colour does in each clip.
 
-    Returns area_BQ and unknown_B (mean pixels a frame), present_BQ (fraction of frames with a
+    Returns area_BQ and unknown_B (mean pixels per frame), present_BQ (fraction of frames with a
     blob of allowed area that touches no border), shape_BZQ and direction_BYQ (qualities in [0, 1]),
     background_B (index, -1 for none).
     """
@@ -380,7 +380,7 @@ def _track(centre_BTQX, good_BTQ):
 
 
 def _shape_quality(overlap_BZQ):
-    """Lead over the best other shape (0.1 is full marks) times a floor on the overlap itself."""
+    """Lead over the best other shape (full marks at 0.1) times a floor on the overlap itself."""
     others = [np.delete(overlap_BZQ, z, 1).max(1) for z in range(len(SHAPES))]
     lead_BZQ = np.clip((overlap_BZQ - np.stack(others, 1)) / 0.1 + 0.5, 0, 1)
     return lead_BZQ * np.clip((overlap_BZQ - 0.5) / 0.25, 0, 1)

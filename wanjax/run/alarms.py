@@ -1,11 +1,11 @@
 """Alarms: signs in a run's metrics that training has collapsed.
 
-Groups without reward spread give no gradient; still, burnt-out or black videos and velocities far
-from the reference's are how reward hacking usually looks. A limit is a metric's name, which may be
-a shell pattern, with the lowest and highest value that is all right; it rings once the metric has
-been outside for a number of recorded steps in a row. Limits of the first step hold before anything
-has moved: ratio 1, no distance to the reference or the old policy. Outside them the trainer does
-not compute what the rollout did.
+Groups without reward spread give no gradient; frozen, burnt-out or black videos and velocities far
+from the reference's are what reward hacking usually looks like. A limit is a metric's name, which
+may be a shell pattern, with its allowed range; the alarm goes off once the metric has been out of
+range for a number of recorded steps in a row. Limits of the first step hold before any update:
+ratio 1, no distance to the reference or the old policy. Outside them the trainer does not compute
+what the rollout did.
 """
 
 import collections
@@ -16,13 +16,13 @@ ACTIONS = ("off", "warn", "stop")
 
 
 class Collapsed(RuntimeError):
-    """An alarm rang and the run is to stop."""
+    """An alarm went off and the run must stop."""
 
 
 def watch(limits: Mapping, patience: int) -> Callable:
-    """A function look(metrics of the next step) -> lines, one for each alarm that rings now.
+    """A function look(metrics of the next step) -> lines, one for each alarm that goes off now.
 
-    Raises ValueError for limits that are no pair of rising numbers, or a patience below 1.
+    Raises ValueError for limits that are not an ascending pair, or a patience below 1.
     """
     if patience < 1:
         raise ValueError(f"config.alarms.patience is {patience}; expected at least 1")

@@ -6,12 +6,14 @@
         MANIFEST.json                        step, meta, leaf shapes and dtypes, file sizes, crc32
     run_dir/checkpoints/tmp-*                being written
                         trash-*              being deleted
-                        corrupt-*            failed verification, kept for a look
+                        corrupt-*            failed verification, kept for inspection
 
-Orbax commits atomically, but it restores flipped bits without notice, lists empty folders, casts
-dtypes silently and deletes in place. So a checkpoint counts only with a manifest whose digests
-match, every rename is of a complete folder, and leaves are compared with the manifest before Orbax
-reads them. Random keys are not state: they derive from (seed, step, purpose).
+Orbax commits atomically, but it restores flipped bits without notice, lists empty folders and casts
+dtypes silently. So a checkpoint counts only with a manifest whose digests match, every rename is of
+a complete folder, and leaves are compared with the manifest before Orbax reads them. Its
+CheckpointManager does not serve: it deletes in place and treats any folder it finds as good; only
+its preservation policies are used. Random keys are not state: they derive from (seed, step,
+purpose).
 
 Several processes must share the file system and call `save`, `latest_good`, `restore`, `prune` and
 `claim` together.
@@ -25,6 +27,8 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import jax
@@ -32,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as policies
 
 from wanjax import trees
 
@@ -40,7 +45,7 @@ _MANIFEST = "MANIFEST.json"
 _STEP = re.compile(r"step_(\d{8,})")
 
 # Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
-# long it runs, what it writes how often, where it lies, and what it runs on.
+# long it runs, what it writes and how often, where its folder is, and what it runs on.
 VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
 VARIABLE_KEYS += ("alarms", "resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
 
@@ -49,7 +54,8 @@ def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
     """Write `state` (pytree of arrays) and `meta` (JSON) as checkpoint `step`; return its folder.
 
     The folder gets its final name only when complete and on disk; one of the same step is replaced.
-    Raises ValueError for a leaf that is no array or meta that is not JSON, OSError for a full disk.
+    Raises ValueError for a leaf that is not an array or meta that is not JSON, OSError for a full
+    disk.
     """
     meta_text = _dump(meta, "checkpoint meta")
     leaves = {path: _array(path, leaf) for path, leaf in _flatten(state).items()}
@@ -65,8 +71,8 @@ def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
 def latest_good(run_dir) -> int | None:
     """Return the newest step whose manifest and digests verify, or None.
 
-    Folders that are no finished checkpoint are named on the console and ignored; one whose content
-    differs from its manifest is renamed to corrupt-* and the search goes on with the step before.
+    Folders that are not a finished checkpoint are named on the console and ignored; one whose
+    content differs from its manifest is renamed to corrupt-* and the previous step is tried.
     """
     step = _on_first_process(lambda: _search(pathlib.Path(run_dir) / "checkpoints"))
     return None if step < 0 else step
@@ -77,12 +83,10 @@ def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
 
     A leaf of `abstract_state` is an array or a ShapeDtypeStruct; one without sharding, or of an
     uncommitted array, comes back uncommitted on the default device. Raises ValueError naming the
-    leaves that are missing, left over, or of another shape or dtype.
+    leaves that are missing, unexpected, or of a different shape or dtype.
     """
     folder = pathlib.Path(run_dir).absolute() / "checkpoints" / _name(step)
-    body = _read_manifest(folder)
-    if body is None:
-        raise ValueError(f"{folder} is no finished checkpoint (no valid {_MANIFEST})")
+    body = _finished(folder)
     wanted = _flatten(abstract_state)
     _compare(folder, body["leaves"], wanted)
     args = {path: _restore_args(leaf) for path, leaf in wanted.items()}
@@ -97,9 +101,7 @@ def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
 def abstract(run_dir, step: int) -> dict[str, Any]:
     """Shapes and dtypes {path: ShapeDtypeStruct} of a checkpoint, enough to restore it whole."""
     folder = pathlib.Path(run_dir) / "checkpoints" / _name(step)
-    body = _read_manifest(folder)
-    if body is None:
-        raise ValueError(f"{folder} is no finished checkpoint (no valid {_MANIFEST})")
+    body = _finished(folder)
     return {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in body["leaves"].items()}
 
 
@@ -109,25 +111,32 @@ def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None)
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}; set config.keep_last")
     folder = pathlib.Path(run_dir) / "checkpoints"
-    old = sorted(_steps(folder))[:-keep_last]
-    kept = lambda step: step == best or keep_every and step % keep_every == 0
-    gone = [step for step in old if not kept(step)]
+    steps = sorted(_steps(folder))
+    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
+    if keep_every:
+        rules.append(policies.EveryNSteps(keep_every))
+    if best is not None:
+        rules.append(policies.CustomSteps([best]))
+    kept = policies.AnyPreservationPolicy(rules).should_preserve(
+        [_Saved(step) for step in steps], context=policies.PreservationContext()
+    )
+    gone = [step for step, stays in zip(steps, kept, strict=True) if not stays]
     _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 
 def claim(run_dir, config: dict[str, Any], resume: bool, defaults: Any = None) -> bool:
-    """Take `run_dir` for a run of `config`, write config.json; return True if a run continues.
+    """Claim `run_dir` for a run of `config`, write config.json; return True if a run continues.
 
     Only the keys in VARIABLE_KEYS may differ from those the run was started with; a key that did
-    not exist then had its value of `defaults`. Raises ValueError for a folder that holds another
+    not exist then had its value in `defaults`. Raises ValueError for a folder that holds another
     run or anything else, and, when `resume` is False, any run.
     """
-    claim = lambda: _claim(pathlib.Path(run_dir), config, resume, defaults or {})
-    return bool(_on_first_process(claim))
+    run_dir = pathlib.Path(run_dir)
+    return bool(_on_first_process(lambda: _claim(run_dir, config, resume, defaults or {})))
 
 
 def write_json(path, value) -> None:
-    """Write `value` to `path`; a reader or a crash sees the old file or the new, never a part."""
+    """Write `value` to `path`; a reader or a crash sees the old file or the new one, never half."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
@@ -137,6 +146,15 @@ def write_json(path, value) -> None:
         os.fsync(file.fileno())
     os.replace(tmp, path)
     _fsync_folder(path.parent)
+
+
+@dataclass
+class _Saved:
+    """A checkpoint as Orbax's preservation policies want it; those used here read only `step`."""
+
+    step: int
+    time: datetime = datetime.min
+    metrics: dict[str, Any] | None = None
 
 
 def _claim(run_dir, config, resume, defaults):
@@ -169,7 +187,7 @@ def _claim(run_dir, config, resume, defaults):
     if fixed:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
         raise ValueError(
-            f"run folder {run_dir} was started with another config ({listed}); "
+            f"run folder {run_dir} was started with a different config ({listed}); "
             "set these keys back, choose another name for the run, or move the folder away"
         )
     for key, (a, b) in changes.items():
@@ -183,10 +201,12 @@ def _differences(old, new, defaults):
     old, new = trees.dotted(old), trees.dotted(new)
     old |= {k: v for k, v in trees.dotted(defaults).items() if k in new and k not in old}
     keys = [*old, *(key for key in new if key not in old)]
-    show = lambda flat, key: (
-        json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"
-    )
-    return {k: (show(old, k), show(new, k)) for k in keys if show(old, k) != show(new, k)}
+    pairs = {key: (_shown(old, key), _shown(new, key)) for key in keys}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+
+
+def _shown(flat, key):
+    return json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"
 
 
 def _may_vary(key):
@@ -194,7 +214,7 @@ def _may_vary(key):
 
 
 def _orbax():
-    # weights and moments hardly shrink, and compressing them took most of the time of a save
+    # weights and moments hardly shrink, and compressing them took most of a save's time
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
@@ -260,11 +280,11 @@ def _fault(path):
             return f"{name} has {file.stat().st_size} bytes, expected {size}"
     found = _digests(path, body["files"])
     changed = [name for name in found if found[name] != body["files"][name]]
-    return f"{changed[0]} has another crc32 than when written" if changed else None
+    return f"{changed[0]} has a different crc32 from when it was written" if changed else None
 
 
 def _steps(folder):
-    """Steps of the folders that have a manifest; what it says is not yet checked."""
+    """Steps of the folders that have a manifest, which is not checked here."""
     return [int(_STEP.fullmatch(name)[1]) for name in _committed(folder)]  # type: ignore[index]
 
 
@@ -284,6 +304,14 @@ def _unfinished(folder):
         {p.name for p in folder.iterdir() if not p.name.startswith("corrupt-")}
         - {*_committed(folder)}
     )
+
+
+def _finished(folder):
+    """The manifest of a checkpoint; ValueError when it has no valid one."""
+    body = _read_manifest(folder)
+    if body is None:
+        raise ValueError(f"{folder} is not a finished checkpoint (no valid {_MANIFEST})")
+    return body
 
 
 def _read_manifest(path):
@@ -348,7 +376,7 @@ def _on_first_process(fn: Callable[[], Any]):
     if jax.process_index() == 0:
         try:
             result = fn()
-        except Exception as caught:  # the others must learn of it before this process raises it
+        except Exception as caught:  # tell the others before this process raises it
             error = caught
     number = result if isinstance(result, int) else 0
     failed, number = multihost_utils.broadcast_one_to_all(

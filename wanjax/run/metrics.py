@@ -1,16 +1,17 @@
-"""What a run says while it goes: metrics.jsonl, the progress line, trackers, phase times, memory.
+"""What a run reports on the way: metrics.jsonl, the progress line, trackers, phase times, memory.
 
 A metric is a scalar named `group/name`, with the expert as one more component where it has one:
 `reward/mean`, `loss/high`, `grpo/kl/low`, `grad_norm/high`, `lr/low`. Names that start with `time/`
-(seconds) or `perf/` depend on the machine; all others are the same bits in a run that was killed
-and resumed. metrics.jsonl has one JSON object a step; values that JSON cannot hold are the strings
-"NaN", "Infinity" and "-Infinity", and `read` turns them back into floats.
+(seconds) or `perf/` depend on the machine; all others are bit for bit the same in a run that was
+killed and resumed. metrics.jsonl has one JSON object per step; values that JSON cannot hold are the
+strings "NaN", "Infinity" and "-Infinity", and `read` turns them back into floats.
 
 Values may be device arrays: they are fetched when the next step is written, so nothing blocks.
 """
 
 import collections
 import contextlib
+import functools
 import importlib.util
 import json
 import math
@@ -40,11 +41,11 @@ _PROGRESS = {
     "lr": "lr",
     "grad_norm": "grad",
 }
-_WINDOW = 20  # steps that the rate and the remaining time are averaged over
+_WINDOW = 20  # steps over which the rate and the remaining time are averaged
 
 
 class Tracker(Protocol):
-    """Another place that metrics go to; what it raises is reported once and never stops the run."""
+    """Another destination of metrics; what it raises is reported once and never stops the run."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None: ...
@@ -54,8 +55,8 @@ class Tracker(Protocol):
 class MetricsWriter:
     """Write metrics.jsonl, the progress line and the trackers of a run, on process 0 only.
 
-    `start` is the first step that will be written: lines from it on, left by a killed run, go away.
-    Call `flush` before a checkpoint is saved, so that no line of an earlier step can be lost.
+    `start` is the first step that will be written: lines a killed run left from there on are
+    removed. Call `flush` before a checkpoint is saved, so that no line of an earlier step is lost.
     """
 
     def __init__(self, run_dir, *, total: int, start: int = 0, trackers: Sequence[Tracker] = ()):
@@ -72,7 +73,7 @@ class MetricsWriter:
             self._file = open(path, "a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Take the scalars of `step`, send out those before it; a step given again is merged."""
+        """Take the scalars of `step` and emit the previous step; the same step again is merged."""
         if self._file is None:
             return
         if step < self._next:
@@ -128,7 +129,7 @@ class MetricsWriter:
         self._track("log", step, record)
 
     def _rate(self):
-        """Steps per second over the last steps; 0 until two are done: the first one compiles."""
+        """Steps per second over the last steps; 0 until two are done, as the first one compiles."""
         if len(self._times) < 2:
             return 0.0
         return (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)
@@ -151,7 +152,7 @@ class MetricsWriter:
 
 
 def read(run_dir) -> list[dict[str, float]]:
-    """Return the records of metrics.jsonl in order; a line cut short by a kill is left out."""
+    """Return the records of metrics.jsonl in order; a line truncated by a kill is left out."""
     path = pathlib.Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return []
@@ -181,7 +182,7 @@ def progress_line(step: int, total: int, record: dict[str, float]) -> str:
         values = {}
         for key, value in record.items():
             base, expert = split_name(key)
-            shown = not key.startswith("eval/")  # which has a line of its own
+            shown = not key.startswith("eval/")  # has its own line
             if shown and f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
                 values.setdefault(expert, value)
         if len(values) > 1 and len(set(values.values())) == 1:
@@ -219,8 +220,8 @@ def phase(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def ready(pending, times: dict[str, float]) -> Iterator:
-    """Yield the videos of (latents, video) pairs, all of them queued on the device in this order,
-    as they become ready, adding the waits to time/collect/rollout and time/collect/decode."""
+    """Yield the videos of (latents, video) pairs, queued on the device in this order, as they
+    become ready; the waits are added to time/collect/rollout and time/collect/decode."""
     for latents, video in pending:
         with phase(times, "collect/rollout"):
             jax.block_until_ready(latents)
@@ -230,7 +231,7 @@ def ready(pending, times: dict[str, float]) -> Iterator:
 
 
 def clocked(function: Callable, times: dict[str, float], name: str) -> Callable:
-    """The function, adding the seconds of each call to time/<name>, from whatever thread."""
+    """The function, adding the seconds of each call to time/<name>; callable from any thread."""
 
     def run(*args):
         with phase(times, name):
@@ -239,12 +240,19 @@ def clocked(function: Callable, times: dict[str, float], name: str) -> Callable:
     return run
 
 
-# Dense bf16 FLOP/s of one device by a part of its device_kind; NVIDIA's data sheets (SXM), Google
-# Cloud's TPU pages.
+# Dense bf16 FLOP/s of one device by part of its device_kind; from NVIDIA's data sheets (SXM) and
+# Google Cloud's TPU pages.
 PEAKS = {
-    "H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12, "TPU v5p": 459e12,
-    "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v6": 918e12, "TPU7x": 1153.5e12,
-}  # fmt: skip
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v6": 918e12,
+    "TPU7x": 1153.5e12,
+}
 
 
 def speed(flops: dict[str, float], times: dict[str, float]) -> dict[str, float]:
@@ -285,8 +293,7 @@ def make_trackers(
 ) -> list[Tracker]:
     """Return the trackers asked for, on process 0; wandb: one of WANDB.
 
-    A missing package raises ValueError; a service that fails to start is
-    reported and left out.
+    A missing package raises ValueError; a service that fails to start is reported and left out.
     """
     if tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ValueError(
@@ -295,9 +302,9 @@ def make_trackers(
         )
     makers = {}
     if wandb != "off":
-        makers["Wandb"] = lambda: Wandb(run_dir, config, project, wandb)
+        makers["Wandb"] = functools.partial(Wandb, run_dir, config, project, wandb)
     if tensorboard:
-        makers["TensorBoard"] = lambda: TensorBoard(run_dir, start)
+        makers["TensorBoard"] = functools.partial(TensorBoard, run_dir, start)
     trackers = []
     for name, make in makers.items() if jax.process_index() == 0 else ():
         try:
@@ -308,7 +315,7 @@ def make_trackers(
 
 
 class Wandb:
-    """Weights & Biases; its run id is kept in the run folder: a resumed run adds to its curves."""
+    """Weights & Biases; the run folder keeps its run id, so a resumed run extends the curves."""
 
     def __init__(self, run_dir, config: dict[str, Any], project: str, mode: str):
         import wandb  # slow to import, and only some runs want it
@@ -328,7 +335,7 @@ class Wandb:
             config=config,
             settings=wandb.Settings(init_timeout=60, silent=True),
         )
-        # The x axis is our step: wandb's own counter drops every step that a resumed run repeats.
+        # The x axis is our step: wandb's own counter drops steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -357,7 +364,7 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
-        """Do nothing: its video format is GIF, and the mp4 is in the samples folder."""
+        """Do nothing: TensorBoard shows GIFs only, and the mp4 is in the samples folder."""
 
     def close(self) -> None:
         self._writer.close()
@@ -368,7 +375,7 @@ def _tracker_warning(name, error):
 
 
 def _rewind(path, start):
-    """Remove the lines of steps >= start, and any line cut short, from metrics.jsonl."""
+    """Remove lines of steps >= start, and any truncated line, from metrics.jsonl."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

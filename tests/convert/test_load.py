@@ -1,0 +1,182 @@
+"""convert/load.py: checkpoints onto devices, whole, in chunks, split, quantised."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from convert import files, load, save
+from tests.convert import tiny
+from wanjax import trees
+from wanjax.models import quant, wan
+from wanjax.parallel import sharding
+
+
+def test_saved_folder_loads_back_bit_for_bit(saved):
+    folder, params = saved
+    got, config = load.load(folder)
+    assert config == tiny.CONFIG
+    assert tiny.equal(got, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_folders_of_diffusers_load_exactly(tmp_path, dtype):
+    high, low = tiny.torch_transformer(seed=0).to(dtype), tiny.torch_transformer(seed=1).to(dtype)
+    for component, model in (("transformer", high), ("transformer_2", low)):
+        model.save_pretrained(tmp_path / component, max_shard_size="40KB")
+    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 2
+    tiny.torch_vae().save_pretrained(tmp_path / "vae")
+    tiny.torch_text().save_pretrained(tmp_path / "text_encoder")
+    (tmp_path / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.9}))
+    params, config = load.load(tmp_path)
+    assert (config.experts, config.boundary) == (("high", "low"), 0.9)
+    for expert, model in (("high", high), ("low", low)):
+        mine = save.of_tree(params[expert])
+        for name, value in model.state_dict().items():
+            assert mine[name].dtype == str(value.dtype).removeprefix("torch.")
+            np.testing.assert_array_equal(value.float(), mine[name].all().astype(np.float32))
+
+
+def test_dtype_applies_to_matmul_weights_only(saved):
+    params, _ = load.load(saved[0], dtype=jnp.bfloat16)
+    flat = trees.flatten(params["high"])
+    assert flat["blocks/attn1/to_q/kernel"].dtype == jnp.bfloat16
+    for path in ("blocks/scale_shift_table", "blocks/norm2/scale", "blocks/attn1/norm_q/scale"):
+        assert flat[path].dtype == jnp.float32
+    want = jnp.asarray(saved[1]["high"]["proj_out"]["kernel"], jnp.bfloat16)
+    np.testing.assert_array_equal(flat["proj_out/kernel"], want)
+
+
+@pytest.mark.parametrize(
+    "shape,chunk,small",
+    [
+        ({"data": 8}, 1 << 30, 1 << 30),
+        ({"fsdp": 4, "tensor": 2}, 9000, 0),
+        ({"context": 8}, 1 << 30, 2000),
+    ],
+)
+def test_placement_on_a_mesh_equals_the_plain_load(saved, monkeypatch, shape, chunk, small):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    monkeypatch.setattr(load, "_SMALL", small)
+    mesh = sharding.make_mesh(shape)
+    tree, config = load.load_component(saved[0], "transformer", mesh=mesh)
+    assert tiny.equal(jax.device_get(tree), jax.device_get(saved[1]["high"]))
+    kernel = trees.flatten(tree)["blocks/attn1/to_q/kernel"]
+    parts = shape.get("fsdp", 1) * shape.get("tensor", 1) * shape.get("context", 1)
+    assert kernel.addressable_shards[0].data.size * parts == kernel.size
+
+
+def test_a_tensor_split_over_local_devices_is_read_once(saved, monkeypatch):
+    """Its shards together are read as one contiguous range, not once for each device."""
+    count, fill = [0], files.fill
+
+    def counted(jobs):
+        jobs = list(jobs)
+        count[0] += sum(out.nbytes for _, _, out in jobs)
+        fill(jobs)
+
+    monkeypatch.setattr(files, "fill", counted)
+    read = []
+    for shape in ({"data": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "stage": 2, "data": 2}):
+        count[0] = 0
+        load.load_component(saved[0], "transformer", mesh=sharding.make_mesh(shape))
+        read.append(count[0])
+    assert read[0] > 0 and read == [read[0]] * 3
+
+
+def test_chunked_load_without_mesh_equals_the_plain_load(saved, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 6000)
+    assert tiny.equal(load.load(saved[0])[0], saved[1])
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_a_quantised_load_equals_quantising_what_was_loaded(saved, dtype):
+    loaded, _ = load.load(saved[0], dtype=dtype)
+    want = trees.flatten(wan.store(load.load(saved[0], dtype=jnp.bfloat16)[0]["high"], dtype))
+    flat = trees.flatten(loaded["high"])
+    assert set(flat) == set(want)
+    assert flat["blocks/attn1/to_q/kernel"].dtype == quant.DTYPES[dtype]
+    for path, leaf in want.items():
+        assert flat[path].dtype == leaf.dtype
+        np.testing.assert_array_equal(np.asarray(flat[path]), np.asarray(leaf), err_msg=path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded["vae"])} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_layers_of_different_dtypes_meet_in_float32(broken):
+    name = "blocks.1.attn1.to_q.weight"
+    want = {}
+
+    def change(d):
+        for n in d:
+            if "attn1.to_q.weight" in n and n != name:
+                d[n] = d[n].astype(jnp.bfloat16)
+        want.update(d)
+
+    tiny.edit(broken, change)
+    kernel = load.load(broken)[0]["high"]["blocks"]["attn1"]["to_q"]["kernel"]
+    assert kernel.dtype == jnp.float32
+    for layer in range(3):
+        tensor = want[f"blocks.{layer}.attn1.to_q.weight"]
+        np.testing.assert_array_equal(kernel[layer], tensor.T.astype(np.float32))
+
+
+_TWO_PROCESSES = """
+import sys, json
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from convert import account, disk, files, load, save
+from wanjax.parallel import sharding
+taken = []
+def count(tensor):
+    def read(index):
+        part = tensor.read(index)
+        taken.append(part.nbytes)
+        return part
+    return files.replace(tensor, read=read)
+checkpoint = disk.read(folder)
+tensors = {n: count(t) for n, t in checkpoint.tensors["transformer"].items()}
+shapes = account.plan(checkpoint, "transformer")
+mesh = sharding.make_mesh({"fsdp": 2})
+tree = load.place(tensors, shapes, "transformer", mesh=mesh)
+config = disk.model_config(checkpoint)
+params = {"high": tree, "low": tree}
+save.save_diffusers(params, config, out)
+print("taken", sum(taken), sum(t.nbytes for t in tensors.values()))
+"""
+
+
+def test_two_processes_read_their_own_shards_and_save_together(saved, tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    env = os.environ | {
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(pathlib.Path(load.__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", _TWO_PROCESSES]
+    runs = [
+        subprocess.Popen(
+            [*command, str(rank), port, str(saved[0]), str(tmp_path / "out")],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    for text in out:
+        taken, total = map(int, text.split("taken ")[1].split())
+        assert taken < 0.75 * total  # half of the matrices and all of the small vectors
+    tree, _ = load.load_component(tmp_path / "out", "transformer_2")
+    assert tiny.equal(tree, saved[1]["high"])

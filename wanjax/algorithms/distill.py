@@ -1,0 +1,191 @@
+"""One optimizer step of DMD2: the losses of a micro-batch of the student, the critic and the warm
+start, over the pure functions of losses.dmd2.
+
+Shapes: M samples of a micro-batch, L logits of the GAN head, N bins of time.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from wanjax import optim, sampler, sampling
+from wanjax import state as states
+from wanjax.losses import dmd2, flow
+from wanjax.models import condition, discriminator
+
+HEAD = "gan_head"  # beside the critic's own weights in the tree that is trained
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """Settings of the algorithm; per-expert values are {"high": .., "low": ..}."""
+
+    items: int  # prompts or clips a step
+    group_size: int  # samples of each
+    micro_samples: int
+    rollout: str  # see ROLLOUTS
+    student_every: int
+    guidance: dict  # of the teacher
+    floor: float  # of the normaliser
+    t_lo: float  # scored timesteps are clamped to [t_lo, t_hi]
+    t_hi: float
+    ema_decay: float
+    ema_start: int  # student updates before averaging begins
+    warm_steps: int
+    warm_substeps: int  # of the teacher's ODE in each step of the student
+    gan_weight: float  # of the GAN loss beside the student's
+    gan_critic_weight: float  # of the GAN loss beside the critic's
+    gan_penalty: float  # of the approximate R1 penalty beside the critic's GAN loss
+    divergence: str  # see losses.dmd2.F_WEIGHTS
+
+    @property
+    def samples(self) -> int:
+        """Samples a step."""
+        return self.items * self.group_size
+
+    @property
+    def adversarial(self) -> bool:
+        """Whether there is a GAN head."""
+        return self.gan_weight > 0 or self.divergence != "rkl"
+
+
+@functools.partial(
+    jax.jit, static_argnames=("setup", "task", "scale", "config"), donate_argnames=("opt",)
+)
+def optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
+    """One optimizer step of one expert of a role; experts alike in shape share the program."""
+
+    def loss(_, tree, rows):
+        (ids,) = rows
+        own = states.policy(setup.training, tree, frozen)
+        part = {name: jax.tree.map(lambda a: a[ids], data[name]) for name in ("x", "ctx", "cond")}
+        part["x"] = {k: sampling.constrain(x) for k, x in part["x"].items()}
+        micro = _Micro(
+            part["x"],
+            data["level"],
+            functools.partial(_velocity, part, data["uncond_1SE"], setup=setup),
+            functools.partial(_logits, part, setup=setup),
+            functools.partial(_scored, data["level"], data["keys"], ids, setup=setup),
+            functools.partial(_real, data["level"], data["keys"], ids, part["x"], setup=setup),
+            first=1 if part["cond"] and "first" in part["cond"] else 0,
+        )
+        if task == "critic":
+            return _critic_loss(own, micro, setup.algorithm)
+        if task == "warm":
+            return _warm_loss(own, micro)
+        return _student_loss(own, judges, micro, scale, data["ratio_mean_N"], setup.algorithm)
+
+    moved, opts, metrics = optim.step(
+        loss, {task: trained}, {task: opt}, {task: rows}, {task: config}
+    )
+    return moved[task], opts[task], {k.removesuffix(f"/{task}"): v for k, v in metrics.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Micro:
+    """A micro-batch as the losses read it."""
+
+    x: dict  # latents by name
+    level: dict
+    velocity: Any  # (weights, role, guidance) -> (x, t_B) -> v
+    logits: Any  # (critic's weights, x_t, t_B) -> logits of its GAN head
+    scored: Any  # clips -> (x_t, velocity target, σ, t)
+    real: Any  # () -> (real clips at the levels of `scored`, the same with 0.1·ε more)
+    first: int  # frames that are given and not made
+
+    def made(self, *arrays):
+        """The frames that are made."""
+        return [a[:, self.first :] for a in arrays]
+
+
+def _student_loss(own, judges: dict, micro: _Micro, scale: float, mean_N, config: Config):
+    x, level = micro.x["x"], micro.level
+    v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
+    x0 = flow.x0_from_velocity(x, v, level["sigma"])
+    x_s = flow.euler(x, v, level["sigma"], level["sigma_s"])
+    moving_t, _, sigma_M, t_M = micro.scored(x_s)
+    x_t, weight_M, gan, more = jax.lax.stop_gradient(moving_t), None, 0.0, {}
+    if config.adversarial:
+        logit_ML = micro.logits(judges["critic"], moving_t, t_M)
+        ratio_M, (sum_N, count_N) = dmd2.density_ratio(logit_ML, t_M, mean_N)
+        weight_M = dmd2.f_weight(config.divergence, ratio_M)
+        gan, _ = dmd2.gan_generator_loss(logit_ML)
+        more = {"dmd2/gan": gan, "dmd2/ratio": ratio_M.mean()}
+        more |= {"ratio_sum": sum_N, "ratio_count": count_N}
+    real_v = micro.velocity(judges["teacher"], "teacher", scale)(x_t, t_M)
+    fake_v = micro.velocity(judges["critic"], "critic")(x_t, t_M)
+    fake, real = (flow.x0_from_velocity(x_t, v, sigma_M) for v in (fake_v, real_v))
+    made = micro.made(x0, fake, real)
+    value, aux = dmd2.generator_loss(*made, floor=config.floor, weight_B=weight_M)
+    aux |= {"x0_std": x0.std(), "t": t_M.mean()}
+    return value + config.gan_weight * gan, {f"dmd2/{name}": a for name, a in aux.items()} | more
+
+
+def _critic_loss(own, micro: _Micro, config: Config):
+    x_t, target, _, t_M = micro.scored(micro.x["x"])
+    v = micro.velocity(own, "critic")(x_t, t_M)
+    value, aux = dmd2.phased_critic_loss(*micro.made(v, target))
+    aux |= {"t": t_M.mean()}
+    if config.adversarial:
+        real_t, shaken_t = micro.real()
+        real_ML = micro.logits(own, real_t, t_M)
+        gan, found = dmd2.gan_critic_loss(micro.logits(own, x_t, t_M), real_ML)
+        if config.gan_penalty:
+            penalty = dmd2.gan_penalty(real_ML, micro.logits(own, shaken_t, t_M))
+            gan, found = gan + config.gan_penalty * penalty, found | {"penalty": penalty}
+        value += config.gan_critic_weight * gan
+        aux |= {f"gan_{name}": a for name, a in found.items()}
+    return value, aux
+
+
+def _warm_loss(own, micro: _Micro):
+    x, level = micro.x["x"], micro.level
+    v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
+    value = dmd2.ode_pair_loss(
+        x, v, micro.x["end"], level["sigma"], level["sigma_s"], first=micro.first
+    )
+    return value, {"warm/loss": value}
+
+
+def _velocity(part, uncond_1SE, policy, role: str, scale: float = 1.0, *, setup):
+    """The velocity (x, t_B) -> v of one expert of a role."""
+    return sampling.velocity(
+        policy, part["ctx"], uncond_1SE, part["cond"],
+        config=setup.roles.get(role, setup.model).wan, scale=scale,
+        mode=setup.sampling.guidance_mode,
+    )  # fmt: skip
+
+
+def _logits(part, tree, x_t, t_M, *, setup):
+    """Logits of the critic's GAN head on clips x_t; tree: the critic's weights as of _velocity."""
+    params, adapter = tree
+    config = setup.roles.get("critic", setup.model).wan
+    h = condition.features(
+        params, adapter, x_t, t_M, part["ctx"], part["cond"], config=config,
+        layers=discriminator.taps(config),
+    )  # fmt: skip
+    return discriminator.logits({**params, **adapter}[HEAD], h)
+
+
+def _scored(level, keys, ids, x_s, *, setup, noise=1):
+    """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
+    u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * flow.uniform(keys[0], ids)
+    shift = setup.sampling.schedule.shift
+    t = dmd2.score_timesteps(1000 * u, shift, t_lo=level["t_lo"], t_hi=level["t_hi"])
+    noise = sampler.initial_noise(keys[noise], ids, x_s.shape[1:])
+    x_t, target = dmd2.phased_noise(x_s, noise, t / 1000, level["sigma_s"])
+    return x_t, target, t / 1000, t
+
+
+def _real(level, keys, ids, x, *, setup):
+    """Real clips at the levels of `_scored`, by way of σ_s as the student's, and with 0.1·ε."""
+
+    def draw(number):
+        return sampler.initial_noise(keys[number], ids, x["real"].shape[1:])
+
+    x_s = flow.add_noise(x["real"], draw(2), level["sigma_s"])
+    x_t = _scored(level, keys, ids, x_s, setup=setup, noise=3)[0]
+    return x_t, x_t + 0.1 * draw(4)

@@ -1,0 +1,362 @@
+"""From a run's ConfigDict to its settings: every check that needs no weights happens here.
+
+Models are known from a preset's name or from the headers of a checkpoint, so that a wrong mesh,
+batch, expert, target or word is refused before a byte of weights is read.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import config_flags
+
+from configs import default
+from convert import disk, lora, weights
+from wanjax import algorithms, rewards, sampler, sampling, schedule, settings, trees
+from wanjax import state as states
+from wanjax.algorithms import dmd2, grpo, nft, sft
+from wanjax.data import latents
+from wanjax.data import prompts as prompt_files
+from wanjax.models import blocks, condition, presets, quant, wan
+from wanjax.parallel import sharding
+from wanjax.rewards import shapes
+from wanjax.run import alarms, metrics
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:preset]")
+ALGORITHMS: dict[str, algorithms.Algorithm] = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
+DTYPES = ("bfloat16", "float16", "float32")
+_RUN_FIELDS = ("dtype", "attention", "context", "remat", "interleave")  # of config.model, WanConfig
+_WORDS = {  # allowed values of the keys that match a pattern
+    "algorithm": ALGORITHMS,
+    "alarms.action": alarms.ACTIONS,
+    "wandb": metrics.WANDB,
+    "reward_failure": rewards.FAILURE,
+    "guidance.mode": sampler.GUIDANCE_MODES,
+    "model.remat": blocks.REMAT,
+    "model.dtype": DTYPES,
+    "*.param_dtype": (*DTYPES, *quant.DTYPES),
+}
+_HOLDS = {  # the rules of default.NUMBERS; none of them holds for nan
+    "at least 1": lambda x: x >= 1,
+    "at least 0": lambda x: x >= 0,
+    "above 0": lambda x: x > 0,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+}
+
+
+def check(config: dict) -> None:
+    """Raise ValueError for unknown keys, words that a key does not take and numbers outside their
+    range; what depends on the model or on several keys is checked where it is used."""
+    check_keys(config, default.get_config().to_dict())
+    values = {path.replace("/", "."): x for path, x in trees.flatten(config).items()}
+    for pattern, words in _WORDS.items():
+        for key in fnmatch.filter(values, pattern):
+            if values[key] not in words:
+                raise ValueError(f"config.{key} is {values[key]!r}; expected one of {(*words,)}")
+    for expected, patterns in default.NUMBERS.items():
+        for key in (key for pattern in patterns for key in fnmatch.filter(values, pattern)):
+            if not _HOLDS[expected](values[key]):
+                raise ValueError(f"config.{key} is {values[key]}; expected {expected}")
+    if not config["name"]:
+        raise ValueError("config.name is empty; expected the name of the run's folder")
+    experts = config["experts"]
+    if not experts or len(set(experts)) < len(experts):
+        raise ValueError(f"config.experts is {experts}; expected high, low, or both, each once")
+    if config["lora"]["rank"] and not config["lora"]["targets"]:
+        raise ValueError("config.lora.targets is empty; expected patterns of layers to adapt")
+    if config["lora"]["start"] and not config["lora"]["rank"]:
+        raise ValueError(
+            "config.lora.start names adapters but config.lora.rank is 0; set the rank they were "
+            "trained with, or start from a folder that convert.weights --lora merged them into"
+        )
+    for limits, patience in (("limits", config["alarms"]["patience"]), ("start", 1)):
+        alarms.watch(config["alarms"][limits], patience)
+
+
+def check_keys(config: dict, known: dict, where: str = "config") -> None:
+    """Raise ValueError for a key that no default has, with the nearest one."""
+    for key, value in config.items():
+        if where in ("config.reward", "config.alarms.limits", "config.alarms.start"):
+            continue  # free: names and import paths, or metrics
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {where}.{near[0]}?" if near else f"{where} has {sorted(known)}"
+            raise ValueError(f"{where}.{key} is unknown; {hint}")
+        if isinstance(known[key], dict):
+            check_keys(value, known[key], f"{where}.{key}")
+
+
+# ---- data ----
+
+
+def trains_on_clips(config) -> bool:
+    """Whether a step's data are clips of config.data, not prompts."""
+    data = ALGORITHMS[config.algorithm].DATA
+    return data == "latents" or data == "either" and bool(config.data.path)
+
+
+def prompts(source: str) -> tuple[str, ...]:
+    """Prompts of a file, or in a fixed random order of the embedded grammar as
+    shapes:<train|heldout>:<1|2>, or one of n equal parts of them with :<part>/<n>; () for ""."""
+    if not source:
+        return ()
+    if source.startswith("shapes:"):
+        found = re.fullmatch(r"shapes:(train|heldout):([12])(?::(\d+)/([1-9]\d*))?", source)
+        if found is None or found[3] and int(found[3]) >= int(found[4]):
+            raise ValueError(
+                f"prompts {source!r} are unknown; expected a file, shapes:train:2, or one part of "
+                "two as shapes:heldout:1:0/2"
+            )
+        split, count, part, parts = found[1], int(found[2]), int(found[3] or 0), int(found[4] or 1)
+        everything = shapes.prompts(split, count, len(shapes.specs(split, count)), seed=0)
+        return tuple(everything[part::parts])
+    return prompt_files.load_prompts(source)
+
+
+def clips(config) -> latents.Source:
+    """The clips of config.data.path, by their headers."""
+    if not config.data.path:
+        raise ValueError(
+            "config.data.path is empty; set it to a folder that python -m wanjax.data cache wrote"
+        )
+    return latents.read(config.data.path)
+
+
+def clip_stream(config, source: latents.Source, model: presets.ModelConfig) -> latents.LatentStream:
+    """The stream of clips; raises ValueError where data, model and config do not fit."""
+    if config.eval.prompts and condition.kind(model) == "latents":
+        raise ValueError(
+            f"config.eval.prompts has no first frames, which model {model.name} needs; set it to "
+            "'' to sample from clips"
+        )
+    data = config.data
+    return latents.LatentStream(
+        source, data.batch, config.seed, data.holdout, model, data.first_frame
+    )
+
+
+# ---- models ----
+
+
+def models(config, *, by_name: bool):
+    """(ModelConfig of the student, {role: ModelConfig}) from the headers of their checkpoints.
+
+    by_name: a preset's name is taken as well, which has no weights (for plans and dry runs).
+    """
+
+    def find(path: str) -> presets.ModelConfig:
+        if not path:
+            raise ValueError(
+                "config.model.path is empty; set it to a model folder"
+                + (f", or one of {[*presets.MODELS]}" if by_name else "")
+            )
+        named = presets.MODELS.get(path) if by_name else None
+        found = named or disk.model_config(disk.read(path))
+        run = {name: config.model[name] for name in _RUN_FIELDS}
+        return dataclasses.replace(found, wan=dataclasses.replace(found.wan, **run))
+
+    student = find(config.model.path)
+    paths = {role: config.roles[role].path for role in ALGORITHMS[config.algorithm].ROLES}
+    return student, {role: find(path) if path else student for role, path in paths.items()}
+
+
+def weight_shapes(config, model: presets.ModelConfig, roles: dict) -> dict:
+    """{role: {expert: shapes}} of what `load` gives; a role without a path has none of its own."""
+    own = {"student": (model, config.model.param_dtype)}
+    for role, its in roles.items():
+        if config.roles[role].path:
+            own[role] = its, config.roles[role].param_dtype
+    return {
+        role: {expert: _shapes(its.wan, dtype) for expert in its.experts}
+        for role, (its, dtype) in own.items()
+    }
+
+
+@functools.lru_cache(8)
+def _shapes(config: wan.WanConfig, dtype: str):
+    return jax.eval_shape(lambda: wan.store(wan.init(jax.random.key(0), config), dtype))
+
+
+def load(config, mesh) -> tuple[dict, dict]:
+    """(every component's weights, {role: {expert: tree}}) of the run, the student's under
+    "student".
+
+    A role without a path has no weights of its own; equal paths are loaded once.
+    """
+    start = [(list(config.lora.start), None, 1.0)] if config.lora.start else []
+    params, model = load_model(**config.model.to_dict(), mesh=mesh, adapters=start)
+    weights_of, loaded = {"student": {e: params[e] for e in model.experts}}, {}
+    for role in ALGORITHMS[config.algorithm].ROLES:
+        own = config.roles[role]
+        source = (own.path, own.param_dtype)
+        if own.path and source not in loaded:
+            print(f"{role:8} {own.path}", flush=True)
+            run = {**config.model.to_dict(), "path": own.path, "param_dtype": own.param_dtype}
+            loaded[source], _ = load_model(**run, mesh=mesh, experts_only=True)
+        if own.path:
+            weights_of[role] = loaded[source]
+    return params, weights_of
+
+
+def load_model(
+    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), offload=False,
+    **run,
+):  # fmt: skip
+    """(params, ModelConfig) with the run-time fields of the transformer set.
+
+    run: dtype, attention, context, remat and interleave of WanConfig. adapters: [(path, expert or
+    None, strength)], whose changes that are not low-rank are added to the weights. offload: keep
+    the experts in host memory.
+    """
+    stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
+    dense = lora.dense_changes(path, adapters)
+    params, model = weights.load(
+        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense, offload=offload
+    )
+    run = dataclasses.replace(model.wan, **run)
+    return params, dataclasses.replace(model, wan=run)
+
+
+# ---- settings ----
+
+
+def make(config, model: presets.ModelConfig, roles: dict) -> settings.Setup:
+    """The frozen Setup of a checked config; raises ValueError naming the key to change.
+
+    roles: ModelConfig of each role beside the student, of which the critic is trained.
+    """
+    for expert in config.experts:
+        if expert not in model.experts:
+            raise ValueError(
+                f"config.experts names {expert!r} but the model has {model.experts}; "
+                "set config.experts to some of those"
+            )
+    if not config.lora.rank and config.model.param_dtype in quant.DTYPES:
+        raise ValueError(
+            f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
+            "config.lora.rank above 0, or param_dtype to float32"
+        )
+    algorithm = ALGORITHMS[config.algorithm]
+    if config.model.offload and (not config.lora.rank or algorithm.ROLES):
+        found = f"algorithm {config.algorithm!r}, whose roles share them"
+        raise ValueError(
+            "config.model.offload keeps frozen experts in host memory, but found "
+            + (found if config.lora.rank else "lora.rank 0")
+            + "; set it to False"
+        )
+    return settings.Setup(
+        model=model,
+        roles=roles,
+        sampling=_sampling(config.sampling, config.guidance, model),
+        sde=_sde(config.sde.to_dict()),
+        training=_training(config, model, roles),
+        rewards=settings.RewardConfig(dict(config.reward.items()), config.reward_failure),
+        algorithm=algorithm.make_config(config, roles),
+        seed=config.seed,
+        steps=config.steps,
+    )
+
+
+def evaluation_sampling(config, setup: settings.Setup) -> settings.SamplingConfig:
+    """The sampler that config.eval asks for; the run's own where it asks for nothing."""
+    own = {key: config.eval[key] for key in ("steps", "grid", "solver") if config.eval[key]}
+    scales = {e: scale for e, scale in config.eval.guidance.items() if scale}
+    if not own and not scales:
+        return setup.sampling
+    plan, guidance = config.sampling.to_dict() | own, config.guidance.to_dict() | scales
+    plan["sigmas"] = () if {"steps", "grid"} & own.keys() else plan["sigmas"]
+    try:
+        return _sampling(plan, guidance, setup.model)
+    except ValueError as error:
+        asked = ", ".join(f"{key} {value!r}" for key, value in own.items())
+        raise ValueError(f"config.eval with its own {asked}: {error}") from None
+
+
+def make_mesh(config, *, by_name: bool):
+    """The mesh of the config; for a model by its name, of as many devices as its sizes say."""
+    sizes = dict(config.mesh)
+    named = math.prod(size for size in sizes.values() if size > 0)
+    return sharding.make_mesh(sizes, jax.devices()[:named] if by_name else None)
+
+
+def batches(setup: settings.Setup, algorithm: algorithms.Algorithm) -> list[int]:
+    """Sizes of all batches that a run gives the model."""
+    return sorted({setup.sampling.batch, *algorithm.batches(setup)})
+
+
+def check_mesh(setup: settings.Setup, algorithm: algorithms.Algorithm, mesh) -> None:
+    """Raise ValueError when a batch of the run cannot be split over the mesh."""
+    grid = sampling.token_grid(setup.model, sampling.latent_shape(setup.model, setup.sampling))
+    for size in batches(setup, algorithm):
+        wan.check_mesh(setup.model.wan, dict(mesh.shape), size, math.prod(grid))
+
+
+def abstract_state(
+    config, setup: settings.Setup, algorithm: algorithms.Algorithm, mesh
+) -> states.State:
+    """The state at step 0 as shapes with the shardings that a run gives; use with the mesh set.
+
+    Raises ValueError where weights, adapters and roles of the config do not make a state.
+    """
+    given = weight_shapes(config, setup.model, setup.roles)
+    init = functools.partial(algorithm.init, jax.random.key(config.seed), setup)
+    state = jax.eval_shape(init, given)
+    where = states.shardings(state, mesh)
+    if config.model.offload:
+        away = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), where.params)
+        where = where.replace(params=away)
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where
+    )
+
+
+def _sampling(plan, guidance, model: presets.ModelConfig) -> settings.SamplingConfig:
+    """The sampler of config.sampling and config.guidance; what they leave open is the model's."""
+    levels, solvers = tuple(plan["sigmas"]) or None, (*sampler.SOLVERS, "renoise")
+    if plan["solver"] not in solvers:
+        raise ValueError(
+            f"the solver is {plan['solver']!r}; set config.sampling.solver, or config.eval.solver, "
+            f"to one of {', '.join(solvers)}"
+        )
+    usual = model.sampling
+    steps, shift = len(levels or ()) or plan["steps"], plan["shift"] or usual.shift
+    return settings.SamplingConfig(
+        schedule=schedule.make_schedule(plan["grid"], steps, shift, model.boundary, levels),
+        guidance=presets.Guidance(
+            high=guidance["high"] or usual.guidance.high, low=guidance["low"] or usual.guidance.low
+        ),
+        guidance_mode=guidance["mode"],
+        **{key: plan[key] for key in ("height", "width", "frames", "solver", "batch", "vae_tile")},
+    )
+
+
+def _sde(section: dict[str, Any]) -> settings.SdeConfig:
+    """The transition kernel and step strategy of config.sde."""
+    kind, eta = section.pop("kind"), section.pop("eta")
+    for name in ("range", "candidates", "decay"):  # empty: the strategy's own default
+        section[name] = section[name] or None
+    return settings.SdeConfig(schedule.Strategy(section.pop("strategy"), **section), kind, eta)
+
+
+def _training(config, model: presets.ModelConfig, roles: dict) -> settings.TrainingConfig:
+    """Adapters and the optimizers of every trained expert of the student and the critic."""
+
+    def optimizers(section, experts):
+        return {e: settings.OptimConfig(**section[e].to_dict()) for e in experts}
+
+    optims = {"student": optimizers(config.optim, config.experts)}
+    if "critic" in roles:
+        whole = roles["critic"].experts
+        critics = config.experts if whole == model.experts else whole
+        optims["critic"] = optimizers(config.roles.critic.optim, critics)
+    lora_config = settings.LoraConfig(
+        config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
+    )
+    return settings.TrainingConfig(lora_config, optims)
