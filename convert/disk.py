@@ -47,6 +47,7 @@ class Checkpoint:
     tokenizer: pathlib.Path | None = None
     spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
     expert_named: bool = False  # a file name says which expert it holds
+    arrays: pathlib.Path | None = None  # of the Orbax form, which has no lazy tensors
     skipped: dict[str, list[str]] = field(default_factory=dict)  # names not needed, by component
 
 
@@ -66,6 +67,8 @@ def read(path) -> Checkpoint:
         return _complete(checkpoint)
     path = pathlib.Path(path)
     checkpoint = Checkpoint(str(path), {}, {})
+    if (path / "arrays").is_dir():
+        return _orbax(path)
     if path.is_file():
         _add_file(checkpoint, path)
     elif not path.is_dir():
@@ -74,6 +77,17 @@ def read(path) -> Checkpoint:
         _add_diffusers(checkpoint, path)
     else:
         _add_folder(checkpoint, path)
+    return _complete(checkpoint)
+
+
+def _orbax(path: pathlib.Path) -> Checkpoint:
+    """A folder that convert.weights wrote with --to orbax: its configs, and no lazy tensors."""
+    extra = read_json(path / "wanjax.json")
+    configs = extra.pop("configs", {})
+    checkpoint = Checkpoint(str(path), dict.fromkeys(configs, {}), configs, extra=extra)
+    checkpoint.arrays = (path / "arrays").absolute()
+    if (path / "google/umt5-xxl").is_dir():
+        checkpoint.tokenizer = path / "google/umt5-xxl"
     return _complete(checkpoint)
 
 

@@ -6,8 +6,6 @@ the byte ranges of its own shards, in chunks of layers, into device buffers.
 
 import dataclasses
 import math
-import os
-import pathlib
 from functools import partial
 
 import jax
@@ -18,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from convert import account, disk, files, names
 from wanjax import trees
-from wanjax.models import quant, wan
+from wanjax.models import presets, quant, wan
 from wanjax.parallel import sharding
 
 _SMALL = 4 << 20  # bytes below which the host transposes a part, not the device
@@ -43,24 +41,26 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
-    if isinstance(path, str | os.PathLike) and (pathlib.Path(path) / "arrays").is_dir():
+    checkpoint, config = _examine(path, experts_only)
+    if checkpoint.arrays:
         if dense:
             raise ValueError(
                 f"{path} is an Orbax folder, which cannot take the dense changes of an adapter; "
                 "load the checkpoint it was made from"
             )
-        params, config = _restore(pathlib.Path(path).absolute(), mesh, dtype)
+        params = _restore(checkpoint, mesh, dtype)
         if offload:
             params |= {e: sharding.to_host(params[e]) for e in config.experts}
         kept = config.experts if experts_only else params
         return {name: params[name] for name in kept}, config
-    checkpoint = disk.read(path)
-    config = disk.model_config(checkpoint)
     for expert, changes in (dense or {}).items():
         own = checkpoint.tensors[disk.EXPERTS[expert]]
         own |= {name: _changed(own[name], change) for name, change in changes.items()}
-    kept = [c for c in checkpoint.tensors if c in _KEYS or not experts_only]
-    plans = {c: account.plan(checkpoint, c) for c in kept}  # every check comes first
+    plans = {
+        c: account.shapes(checkpoint, c)
+        for c in checkpoint.tensors
+        if c in _KEYS or not experts_only
+    }
     params = {
         _KEYS.get(c, c): place(
             checkpoint.tensors[c], shapes, c, mesh=mesh, dtype=dtype, offload=offload and c in _KEYS
@@ -68,6 +68,11 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload
         for c, shapes in plans.items()
     }
     return params, config
+
+
+def model_config(path, *, experts_only: bool = False) -> presets.ModelConfig:
+    """The ModelConfig of a checkpoint from its headers alone; raises as `load` does."""
+    return _examine(path, experts_only)[1]
 
 
 def load_component(path, component: str, *, mesh=None):
@@ -100,14 +105,19 @@ def place(
     return trees.unflatten(flat)
 
 
-def _restore(path: pathlib.Path, mesh, dtype):
+def _examine(path, experts_only: bool) -> tuple[disk.Checkpoint, presets.ModelConfig]:
+    """Open a checkpoint and account for every tensor that is needed, before any is read."""
+    checkpoint = disk.read(path)
+    config = disk.model_config(checkpoint)
+    check = account.shapes if checkpoint.arrays else account.plan
+    for component in checkpoint.tensors:
+        if component in _KEYS or not experts_only:
+            check(checkpoint, component)
+    return checkpoint, config
+
+
+def _restore(checkpoint: disk.Checkpoint, mesh, dtype) -> dict:
     """Load the Orbax form, each process its own shards."""
-    checkpoint = disk.Checkpoint(str(path), {}, {}, extra=disk.read_json(path / "wanjax.json"))
-    checkpoint.configs = checkpoint.extra.pop("configs")
-    checkpoint.tensors = dict.fromkeys(checkpoint.configs, {})
-    if (path / "google/umt5-xxl").is_dir():
-        checkpoint.tokenizer = path / "google/umt5-xxl"
-    config, params = disk.model_config(checkpoint), {}
     shapes = {c: account.shapes(checkpoint, c) for c in checkpoint.configs}
 
     def target(where, leaf):
@@ -119,13 +129,14 @@ def _restore(path: pathlib.Path, mesh, dtype):
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         stored = checkpointer.restore(
-            path / "arrays", args=ocp.args.PyTreeRestore(restore_args=targets)
+            checkpoint.arrays, args=ocp.args.PyTreeRestore(restore_args=targets)
         )
+    params = {}
     for component, tree in stored.items():
         if dtype is not None:
             tree = wan.store(tree, dtype) if component in _KEYS else trees.cast(tree, _plain(dtype))
         params[_KEYS.get(component, component)] = tree
-    return params, config
+    return params
 
 
 def _changed(tensor: files.Tensor, change) -> files.Tensor:

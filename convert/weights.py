@@ -9,7 +9,8 @@ import dataclasses
 import sys
 
 from convert import account, disk, files, layouts, lora, merge, names, verify
-from convert.load import load as load  # the public name
+from convert.load import load as load  # public names
+from convert.load import model_config as model_config
 from convert.lora import adapter, read
 
 
@@ -37,6 +38,10 @@ def main(argv=None) -> int:
 def convert(args) -> None:
     """Read, check, merge, write, verify; nothing is written before every check has passed."""
     checkpoint = disk.read(args.src[0] if len(args.src) == 1 else args.src)
+    if checkpoint.arrays:
+        raise ValueError(
+            f"{checkpoint.where} is an Orbax folder; give the checkpoint it was made from"
+        )
     special = names.special_variant(checkpoint.tensors.get("transformer", ()))
     for component in checkpoint.tensors:
         if not (special and component.startswith("transformer")):

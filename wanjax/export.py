@@ -23,7 +23,7 @@ from wanjax.run import checkpoint
 
 def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
     """Write a run's adapters, or its full weights as a diffusers folder; returns the paths. No
-    dialect: see lora_files.
+    dialect: see convert.lora.write.
 
     Raises ValueError when the folder holds no run or no good checkpoint.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ml_collections import config_flags
 
 from configs import default
-from convert import disk, lora, weights
+from convert import lora, weights
 from wanjax import algorithms, rewards, sampler, sampling, schedule, settings, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
@@ -151,20 +151,23 @@ def models(config, *, by_name: bool):
     by_name: a preset's name is taken as well, which has no weights (for plans and dry runs).
     """
 
-    def find(path: str) -> presets.ModelConfig:
+    def find(path: str, experts_only: bool = False) -> presets.ModelConfig:
         if not path:
             raise ValueError(
                 "config.model.path is empty; set it to a model folder"
                 + (f", or one of {[*presets.MODELS]}" if by_name else "")
             )
         named = presets.MODELS.get(path) if by_name else None
-        found = named or disk.model_config(disk.read(path))
+        found = named or weights.model_config(path, experts_only=experts_only)
         run = {name: config.model[name] for name in _RUN_FIELDS}
         return dataclasses.replace(found, wan=dataclasses.replace(found.wan, **run))
 
     student = find(config.model.path)
     paths = {role: config.roles[role].path for role in ALGORITHMS[config.algorithm].ROLES}
-    return student, {role: find(path) if path else student for role, path in paths.items()}
+    roles = {
+        role: find(path, experts_only=True) if path else student for role, path in paths.items()
+    }
+    return student, roles
 
 
 def weight_shapes(config, model: presets.ModelConfig, roles: dict) -> dict:

@@ -112,8 +112,8 @@ def test_eight_devices_take_the_step_of_one(item):
         spread, got = _metrics(LOW, item)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
-    for a, b in zip(jax.tree.leaves(states.trainable(spread, LOW.training)),
-                    jax.tree.leaves(states.trainable(state, LOW.training)), strict=True):  # fmt: skip
+    trained = (jax.tree.leaves(states.trainable(s, LOW.training)) for s in (spread, state))
+    for a, b in zip(*trained, strict=True):
         # Adam turns a gradient of 1e-9 of either sign into a whole step
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 

@@ -7,7 +7,7 @@ import pytest
 
 from configs import default
 from tests import tiny
-from wanjax import rewards, train, trees
+from wanjax import evaluate, rewards, train, trees
 from wanjax.models import lora
 from wanjax.run import alarms, checkpoint
 
@@ -63,13 +63,13 @@ def test_videos_are_measured_whatever_the_reward():
 def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypatch):
     model = tiny.save_model(tmp_path / "model")
     scores = {1: 3.0, 2: 2.0, 3: 1.0}
-    real = train._previews
+    real = evaluate.previews
 
-    def previews(job, item, state):
-        videos, found = real(job, item, state)
+    def previews(job, state):
+        videos, found = real(job, state)
         return videos, found | {"reward": np.full(len(videos), scores.get(int(state.step), 0.0))}
 
-    monkeypatch.setattr(train, "_previews", previews)
+    monkeypatch.setattr(evaluate, "previews", previews)
     changes = dict(steps=9, save_every=1, eval_every=1, keep_last=1, alarms__patience=4)
     config = tiny.make_config(model, tmp_path, **changes)
     config.alarms.limits["reward/mean"] = (2.0, 3.0)  # never so
@@ -96,6 +96,6 @@ def test_a_policy_that_is_not_the_reference_is_reported_at_the_first_step(
     model = tiny.save_model(tmp_path / "model")
     changes = dict(steps=1, algorithm="nft", nft__train_guidance=True, kl__high=0.1, kl__low=0.1)
     train.main(tiny.make_config(model, tmp_path, **changes))
-    told = capsys.readouterr().out
-    assert "alarm at step 0: nft/kl/high is" in told and "alarm at step 0: nft/kl/low is" in told
-    assert "nft/old_deviate" not in told
+    out = capsys.readouterr().out
+    assert "alarm at step 0: nft/kl/high is" in out and "alarm at step 0: nft/kl/low is" in out
+    assert "nft/old_deviate" not in out
