@@ -21,17 +21,17 @@ from convert import files, infer, names
 from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
-COMPONENTS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+MODELS = {  # (config class, init) of each component
+    "transformer": (wan.WanConfig, wan.init),
+    "transformer_2": (wan.WanConfig, wan.init),
+    "vae": (vae.VAEConfig, vae.init),
+    "text_encoder": (umt5.UMT5Config, umt5.init),
+    "image_encoder": (clip.CLIPVisionConfig, clip.init),
+}
+COMPONENTS = tuple(MODELS)
 RUN_FIELDS = wan.RUN_FIELDS  # not in config.json
 FP8 = tuple(np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 _MAX_SIZE = 1 << 20  # of any integer in a config
-_CONFIGS = {
-    "transformer": wan.WanConfig,
-    "transformer_2": wan.WanConfig,
-    "vae": vae.VAEConfig,
-    "text_encoder": umt5.UMT5Config,
-    "image_encoder": clip.CLIPVisionConfig,
-}
 
 
 @dataclass
@@ -68,8 +68,8 @@ def read(path) -> Checkpoint:
     path = pathlib.Path(path)
     checkpoint = Checkpoint(str(path), {}, {})
     if (path / "arrays").is_dir():
-        return _orbax(path)
-    if path.is_file():
+        _add_orbax(checkpoint, path)
+    elif path.is_file():
         _add_file(checkpoint, path)
     elif not path.is_dir():
         raise ValueError(f"{path}: no such file or folder; set model.path")
@@ -80,15 +80,17 @@ def read(path) -> Checkpoint:
     return _complete(checkpoint)
 
 
-def _orbax(path: pathlib.Path) -> Checkpoint:
+def _add_orbax(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     """A folder that convert.weights wrote with --to orbax: its configs, and no lazy tensors."""
-    extra = read_json(path / "wanjax.json")
-    configs = extra.pop("configs", {})
-    checkpoint = Checkpoint(str(path), dict.fromkeys(configs, {}), configs, extra=extra)
+    checkpoint.extra = read_json(path / "wanjax.json")
+    checkpoint.configs = checkpoint.extra.pop("configs", {})
+    checkpoint.tensors = dict.fromkeys(checkpoint.configs, {})
     checkpoint.arrays = (path / "arrays").absolute()
-    if (path / "google/umt5-xxl").is_dir():
-        checkpoint.tokenizer = path / "google/umt5-xxl"
-    return _complete(checkpoint)
+    checkpoint.tokenizer = _folder(path / "google/umt5-xxl")
+
+
+def _folder(path: pathlib.Path) -> pathlib.Path | None:
+    return path if path.is_dir() else None
 
 
 def _complete(checkpoint: Checkpoint) -> Checkpoint:
@@ -109,31 +111,23 @@ def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     for component in COMPONENTS:
         if (path / component).is_dir():
             tensors, _ = files.open_folder(path / component)
-            where = f"{path}/{component}"
-            checkpoint.tensors[component], skipped = _hub(tensors, component, "diffusers", where)
-            checkpoint.skipped[component] = skipped
+            _store(checkpoint, tensors, component, "diffusers", f"{path}/{component}")
             checkpoint.configs[component] = read_json(path / component / "config.json")
     for name, at in (("scheduler", "scheduler/scheduler_config.json"), ("extra", "wanjax.json")):
         if (path / at).is_file():
             setattr(checkpoint, name, read_json(path / at))
-    if (path / "tokenizer").is_dir():
-        checkpoint.tokenizer = path / "tokenizer"
+    checkpoint.tokenizer = _folder(path / "tokenizer")
     if "transformer" not in checkpoint.tensors:
         raise ValueError(f"{path}: no transformer/ folder; download the checkpoint again")
-
-
-_COMFY = ("diffusion_models", "vae", "text_encoders", "clip_vision")
 
 
 def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     """Original release (high_noise_model/, low_noise_model/ or shards at the root), or files."""
     if (path / "wanjax.json").is_file():
         checkpoint.extra = read_json(path / "wanjax.json")
-    experts = {"high_noise_model": "high", "low_noise_model": "low"}
-    for name in sorted(experts):
-        if (path / name).is_dir():
-            tensors, metadata = files.open_folder(path / name)
-            _add(checkpoint, tensors, metadata, path / name, experts[name])
+    for expert in EXPERTS:
+        if (at := path / f"{expert}_noise_model").is_dir():
+            _add(checkpoint, *files.open_folder(at), at, expert)
     loose = sorted(path.glob("*.safetensors"))
     shards = [
         f for f in loose if re.search(r"-\d{5}-of-\d{5}|^diffusion_pytorch_model|^model\.", f.name)
@@ -143,20 +137,17 @@ def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
         used = {t.where for t in tensors.values()}
         _add(checkpoint, tensors, metadata, path, None)
         loose = [f for f in loose if str(f) not in used]
-    for kind in _COMFY:
+    for kind in ("diffusion_models", "vae", "text_encoders", "clip_vision"):  # of ComfyUI
         loose += sorted((path / kind).glob("*.safetensors"))
     for file in [*loose, *sorted(path.glob("*.pth")), *sorted(path.glob("*.gguf"))]:
         _add_file(checkpoint, file)
-    tokenizer = path / "google" / "umt5-xxl"
-    if tokenizer.is_dir():
-        checkpoint.tokenizer = tokenizer
+    checkpoint.tokenizer = _folder(path / "google/umt5-xxl")
 
 
 def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; set model.path")
-    tensors, metadata = files.open_any(path)
-    _add(checkpoint, tensors, metadata, path, expert_in_name(path.stem))
+    _add(checkpoint, *files.open_any(path), path, expert_in_name(path.stem))
 
 
 # "high" is a word in many names (high_quality); followed by one of these it names the expert.
@@ -176,8 +167,7 @@ def expert_in_name(text: str) -> str | None:
 def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -> None:
     """Sort a file's tensors into components under diffusers names."""
     tensors = _unwrapped(tensors, where)
-    found = names.detect(tensors)
-    if not found:
+    if not (found := names.detect(tensors)):
         raise ValueError(
             f"{where}: no Wan component among its {len(tensors)} tensors ({files.some(tensors)}); "
             "expected a transformer, VAE, UMT5 or CLIP checkpoint"
@@ -192,13 +182,10 @@ def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -
             raise ValueError(f"{checkpoint.where}: {component} is in more than one file ({where})")
         if (spiece := part.pop("spiece_model", None)) is not None:
             checkpoint.spiece = spiece
-        hub, skipped = _hub(part, component, naming, f"{where}: {component}")
-        checkpoint.skipped[component] = skipped
-        hints = _hints(checkpoint, component, metadata, where)
-        checkpoint.tensors[component] = hub
+        _store(checkpoint, part, component, naming, f"{where}: {component}")
+        hints, hub = _hints(checkpoint, component, metadata, where), checkpoint.tensors[component]
         checkpoint.configs[component] = infer.config(component, hub, hints, str(where))
-    leftover = [n for n, prefix in owner.items() if prefix is None]
-    if leftover:
+    if leftover := [n for n, prefix in owner.items() if prefix is None]:
         raise ValueError(
             f"{where}: {len(leftover)} tensors belong to no component: {files.some(leftover)}"
         )
@@ -233,8 +220,8 @@ _IGNORED = re.compile(
 )
 
 
-def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
-    """Rename to diffusers names and undo quantisation; return (tensors, names left out).
+def _store(checkpoint: Checkpoint, tensors, component: str, naming: str, where: str) -> None:
+    """Add a component under diffusers names, with quantisation undone, and the names left out.
 
     Left out is what carries no information of its own: tied copies, tables, scales already applied.
     """
@@ -254,20 +241,20 @@ def _hub(tensors: files.Tensors, component: str, naming: str, where: str):
         skipped.append("encoder.embed_tokens.weight")
     if component == "image_encoder" and naming == "diffusers":
         tensors = {n.removeprefix("vision_model."): t for n, t in tensors.items()}
-    return tensors if naming == "diffusers" else _renamed(tensors, component, where), skipped
+    if naming == "original":
+        tensors = _renamed(tensors, component, where)
+    checkpoint.tensors[component], checkpoint.skipped[component] = tensors, skipped
 
 
 def _renamed(tensors: files.Tensors, component: str, where: str) -> files.Tensors:
     """Original names to diffusers names, with the split and squeeze that go with them."""
     table, out, unknown = names.rules(component, tensors), {}, []
     for name, tensor in tensors.items():
-        hit = names.to_diffusers(name, table)
-        if hit is None:
+        if (hit := names.to_diffusers(name, table)) is None:
             unknown.append(f"{name} {tensor.shape}")
             continue
         new, rule = hit
-        if rule.drop:
-            tensor = files.squeeze(tensor, rule.drop)
+        tensor = files.squeeze(tensor, rule.drop)
         if len(new) > 1 and (not tensor.shape or tensor.shape[0] % len(new)):
             raise ValueError(
                 f"{where}: {name} of shape {tensor.shape} does not split into {len(new)}"
@@ -291,13 +278,9 @@ def read_json(path: pathlib.Path) -> dict:
     return data
 
 
-# ---- configs ----
-
-
 def component_config(checkpoint: Checkpoint, component: str):
     """Return the config dataclass of one component from its config.json."""
-    cls = _CONFIGS[component]
-    data = checkpoint.configs[component]
+    cls, data = MODELS[component][0], checkpoint.configs[component]
     where = f"{checkpoint.where}/{component}/config.json"
     fields = [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(k for k in data if k not in fields and not k.startswith("_"))
@@ -318,9 +301,8 @@ def _build(cls, data: dict, where: str):
         raise ValueError(f"{where}: expected an object with {files.some(fields, 99)}")
     data = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     for key, value in data.items():
-        if not _fits(fields[key].type, value):
-            text = str(value)[:80]
-            raise ValueError(f"{where}: {key} is {text!r}, expected {fields[key].type}")
+        if not _fits(kind := fields[key].type, value):
+            raise ValueError(f"{where}: {key} is {str(value)[:80]!r}, expected {kind}")
     required = (f.name for f in fields.values() if f.default is dataclasses.MISSING)
     if absent := [n for n in required if n not in data]:
         raise ValueError(f"{where}: {files.some(absent)} missing; copy the published file")
@@ -348,9 +330,7 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     if "transformer" not in checkpoint.tensors:
         has = ", ".join(checkpoint.tensors)
         raise ValueError(f"{checkpoint.where}: has {has} but no transformer; add its file")
-    configs: dict[str, typing.Any] = {
-        c: component_config(checkpoint, c) for c in checkpoint.tensors
-    }
+    configs: dict = {c: component_config(checkpoint, c) for c in checkpoint.tensors}
     experts = tuple(e for e, c in EXPERTS.items() if c in configs)
     base = configs["transformer"]
     if len(experts) == 2 and configs["transformer_2"] != base:
@@ -360,10 +340,10 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
         )
     preset = _preset(checkpoint, base, experts)
     optional = {"vae": "vae", "text": "text_encoder", "image": "image_encoder"}
-    parts: dict[str, typing.Any] = {k: configs[c] for k, c in optional.items() if c in configs}
+    parts: dict = {k: configs[c] for k, c in optional.items() if c in configs}
     parts |= {"wan": base, "experts": experts}
     parts["boundary"] = _boundary(checkpoint, experts, preset)
-    parts["tokenizer"] = None if checkpoint.tokenizer is None else str(checkpoint.tokenizer)
+    parts["tokenizer"] = checkpoint.tokenizer and str(checkpoint.tokenizer)
     if preset and not checkpoint.extra:
         return dataclasses.replace(preset, **parts)
     name = str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name))
@@ -395,8 +375,7 @@ def _boundary(checkpoint: Checkpoint, experts: tuple, preset) -> float | None:
             "download the low-noise expert or set boundary_ratio to null"
         )
     if boundary is None and len(experts) == 2:
-        boundary = preset.boundary if preset else None
-        if boundary is None:
+        if (boundary := preset and preset.boundary) is None:
             raise ValueError(f"{where}: two experts need boundary_ratio in model_index.json")
     return boundary
 

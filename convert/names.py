@@ -31,7 +31,7 @@ def torch_name(path: str, layer: int | None = None) -> str:
     root = stack_root(path)
     if (root is None) != (layer is None):
         raise ValueError(f"path {path!r} is {'' if root else 'not '}stacked, got layer {layer}")
-    if root is not None:
+    if root:
         path = f"{root}{layer}/{path[len(root) :]}"
     head, _, last = path.rpartition("/")
     return f"{head}/{_LEAVES.get(last, last)}".lstrip("/").replace("/", ".")
@@ -65,8 +65,6 @@ def torch_shape(path: str, shape: tuple) -> tuple:
     axes = permutation(path, len(shape))
     return tuple(shape[axes.index(i)] for i in range(len(shape)))
 
-
-# ---- patterns between diffusers and original names ----
 
 ALTERNATIVES = {
     "i": r"\d+",
@@ -237,15 +235,11 @@ def _vae_rules(residual: bool, resnets: int) -> tuple[Rule, ...]:
 
 def rules(component: str, names: Collection[str]) -> tuple[Rule, ...]:
     """Return the table of a component folder; which of the two VAEs it is shows in the names."""
-    fixed = {"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "text_encoder": _TEXT}
-    fixed["image_encoder"] = _IMAGE
-    if component in fixed:
-        return fixed[component]
-    residual = any(
-        ".downsamples.0.downsamples." in n or ".0.resnets.0.conv1" in n
-        for n in names
-        if n.startswith("encoder.down")
-    )
+    fixed = {"transformer": _TRANSFORMER, "text_encoder": _TEXT, "image_encoder": _IMAGE}
+    if table := fixed.get(component.removesuffix("_2")):
+        return table
+    nested = r"encoder\.(downsamples\.0\.downsamples\.|down_blocks\.0\.resnets\.0\.conv1)"
+    residual = any(re.match(nested, name) for name in names)
     counts = [0]
     for name in names:
         if m := re.match(r"decoder\.up_blocks\.\d+\.resnets\.(\d+)\.", name):
@@ -258,22 +252,17 @@ def rules(component: str, names: Collection[str]) -> tuple[Rule, ...]:
 
 @cache
 def _compile(pattern: str) -> re.Pattern:
-    parts = re.split(r"\{(\w+)\}", pattern)
-    seen, out = set(), []
-    for k, part in enumerate(parts):
-        if k % 2 == 0:
-            out.append(re.escape(part))
-        elif part in seen:
-            out.append(f"(?P={part})")
-        else:
-            seen.add(part)
-            out.append(f"(?P<{part}>{ALTERNATIVES[part]})")
-    return re.compile("".join(out))
+    text, *parts = re.split(r"\{(\w+)\}", pattern)
+    out = re.escape(text)
+    for key, text in zip(parts[::2], parts[1::2], strict=True):
+        again = f"(?P<{key}>" in out
+        out += f"(?P={key})" if again else f"(?P<{key}>{ALTERNATIVES[key]})"
+        out += re.escape(text)
+    return re.compile(out)
 
 
 def _groups(pattern: str, name: str) -> dict[str, str] | None:
-    match = _compile(pattern).fullmatch(name)
-    if match is None:
+    if (match := _compile(pattern).fullmatch(name)) is None:
         return None
     groups = match.groupdict()
     if "j" in groups and "i" not in groups:
@@ -302,32 +291,17 @@ def to_original(name: str, table: tuple[Rule, ...]) -> tuple[str, int, Rule] | N
     return None
 
 
-# ---- which component and which naming a set of names is ----
-
-_SIGNS = (
-    ("transformer", "original", "head.modulation"),
-    ("transformer", "diffusers", "condition_embedder.time_proj.weight"),
-    ("vae", "original", "decoder.head.0.gamma"),
-    ("vae", "diffusers", "decoder.norm_out.gamma"),
-    ("text_encoder", "original", "token_embedding.weight"),
-    ("text_encoder", "diffusers", "encoder.final_layer_norm.weight"),
-    ("image_encoder", "original", "visual.cls_embedding"),
-    ("image_encoder", "diffusers", "embeddings.class_embedding"),
-)
+_SIGNS = {  # a tensor of each component: (original name, diffusers name)
+    "transformer": ("head.modulation", "condition_embedder.time_proj.weight"),
+    "vae": ("decoder.head.0.gamma", "decoder.norm_out.gamma"),
+    "text_encoder": ("token_embedding.weight", "encoder.final_layer_norm.weight"),
+    "image_encoder": ("visual.cls_embedding", "embeddings.class_embedding"),
+}
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-_PREFIXES = (
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "text_encoders.umt5xxl.transformer.",
-    "first_stage_model.",
-    "vision_model.",
-    "model.",
-    "transformer.",
-    "vae.",
-    "",
-)
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "text_encoders.umt5xxl.transformer.")
+_PREFIXES += ("first_stage_model.", "vision_model.", "model.", "transformer.", "vae.", "")
 
 
 def unwrap(name: str) -> str:
@@ -339,10 +313,10 @@ def detect(names: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return [(component, "diffusers" or "original", prefix)] found in a set of names."""
     names = {unwrap(name) for name in names}
     found = []
-    for component, naming, sign in _SIGNS:
-        prefix = next((p for p in _PREFIXES if p + sign in names), None)
-        if prefix is not None and component not in [c for c, _, _ in found]:
-            found.append((component, naming, prefix))
+    for component, (original, diffusers) in _SIGNS.items():
+        signs = [("original", p, p + original) for p in _PREFIXES]
+        signs += [("diffusers", p, p + diffusers) for p in _PREFIXES]
+        found += [(component, naming, p) for naming, p, sign in signs if sign in names][:1]
     return found
 
 

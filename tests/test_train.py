@@ -18,6 +18,7 @@ import pytest
 
 from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
+from convert import weights
 from tests import tiny
 from wanjax import export, sample, sampling, train, trees
 from wanjax import setup as setups
@@ -212,12 +213,55 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
     (dict(model__path="nowhere"), "nowhere"),
     (dict(wandb="yes"), "config.wandb is 'yes'"),
 ])  # fmt: skip
-def test_config_errors_come_before_compiling_and_name_the_key(model, tmp_path, changes, text):
+def test_config_errors_come_before_weights_and_name_the_key(
+    model, tmp_path, monkeypatch, changes, text
+):
+    monkeypatch.setattr(weights, "load", _not_reached)
     config = tiny.make_config(model, tmp_path, **changes)
     with pytest.raises(ValueError, match=text) as error:
         train.main(config)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def _not_reached(*args, **kwargs):
+    raise AssertionError("weights are read")
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(mesh__data=1, mesh__fsdp=3), "mesh .* has 3 places but 8 devices"),
+    (dict(mesh__data=-1, micro_samples=3), "a batch of 2 samples does not divide over mesh.data"),
+    (dict(sampling__batch=4), "a batch of 4 samples does not divide over mesh.data"),
+    (dict(experts=("middle",)), "config.experts names 'middle' but the model has"),
+    (dict(sampling__height=20), "size 20x16 does not divide"),
+    (dict(lora__targets=("blocks/attn9/q",)), "matches no layer"),
+    (dict(eval__steps=2, eval__solver="none"), "config.eval with its own"),
+])  # fmt: skip
+def test_what_the_headers_tell_is_refused_before_a_byte_of_weights(
+    model, tmp_path, monkeypatch, changes, text
+):
+    monkeypatch.setattr(weights, "load", _not_reached)
+    with pytest.raises(ValueError, match=text) as error:
+        train.main(tiny.make_config(model, tmp_path, **changes))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_an_adapter_to_start_from_is_checked_before_weights(model, whole, tmp_path, monkeypatch):
+    files = tuple(str(f) for f in sorted((whole / "export").glob("*.safetensors")))
+    monkeypatch.setattr(weights, "load", _not_reached)
+    with pytest.raises(ValueError, match="set config.lora.rank and targets to those it was"):
+        train.main(tiny.make_config(model, tmp_path, lora__start=files, lora__rank=4))
+
+
+def test_a_damaged_checkpoint_is_refused_by_its_headers(model, tmp_path, monkeypatch):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    config = json.loads((broken / "transformer/config.json").read_text())
+    (broken / "transformer/config.json").write_text(json.dumps(config | {"num_layers": 3}))
+    second = json.loads((broken / "transformer_2/config.json").read_text())
+    (broken / "transformer_2/config.json").write_text(json.dumps(second | {"num_layers": 3}))
+    monkeypatch.setattr(weights, "load", _not_reached)
+    with pytest.raises(ValueError, match="transformer has .* tensors, expected .*; .* missing"):
+        train.main(tiny.make_config(str(broken), tmp_path, prompts="shapes:train:1"))
 
 
 def test_parts_of_the_grammars_prompts_are_disjoint_and_complete():

@@ -41,6 +41,11 @@ def breaches(module):
     return found
 
 
+def test_contributing_names_the_whole_contract():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [name for name in REQUIRED if f"`{name}`" not in text] == []
+
+
 @pytest.mark.parametrize("name", setups.ALGORITHMS)
 def test_every_algorithm_keeps_the_contract(name):
     assert breaches(setups.ALGORITHMS[name]) == []

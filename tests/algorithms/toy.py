@@ -3,7 +3,6 @@
 The algorithm of CONTRIBUTING's "Adding an algorithm", in as few lines as one takes.
 """
 
-import functools
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +14,6 @@ from wanjax import state as states
 from wanjax.algorithms import groups, steps
 from wanjax.losses import flow
 from wanjax.models import wan
-from wanjax.parallel import sharding
 from wanjax.settings import GroupConfig, fields_of
 
 DATA, ROLES, EVALUATED = "prompts", (), "default"
@@ -44,8 +42,7 @@ def batches(setup):
     return steps.batches(_slots(setup), setup.algorithm.prompts_per_step, setup.algorithm)
 
 
-def describe(setup):
-    return groups.describe(setup)
+describe = groups.describe
 
 
 def init(key, setup, params):
@@ -71,14 +68,8 @@ def collect(state, setup, item, tools):
 
 def update(state, setup, batch):
     steps.check_version(batch, state)
-    data = _data(batch, setup=setup)
-
-    def minibatch(trained, opt, frozen, index):
-        return _minibatch(trained, opt, frozen, data, index, setup=setup)
-
-    prompts = np.arange(len(batch.x0_P))
-    index_sets = steps.index_sets(_slots(setup), prompts, setup.algorithm)
-    state, found = steps.take(state, setup.training, index_sets, minibatch)
+    data, prompts = _data(batch, setup=setup), np.arange(len(batch.x0_P))
+    state, found = steps.take(state, setup, _slots(setup), prompts, data, _pair_loss)
     return state.replace(step=state.step + 1), optim.merge_metrics(found)
 
 
@@ -96,30 +87,20 @@ def programs(state, setup, tools):
         setup, tools, sampling.latents, lambda *given: (policy, *given), keywords, lambda out: out
     )
     return found | steps.programs(
-        _minibatch, {"setup": setup}, state, setup.training,
-        steps.index_sets(_slots(setup), np.arange(prompts), setup.algorithm), data,
+        state, setup, _slots(setup), prompts, data, _pair_loss,
         flops=lambda expert: groups.pair_flops(setup, expert, extra=0),
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames="setup", donate_argnames="opt")
-def _minibatch(trained, opt, frozen, data, index, *, setup):
-    frozen = sharding.to_device(frozen)
-
-    def loss(expert, tree, pairs):
-        slot_M, prompt_M = pairs
-        del slot_M
-        x0, noise = data["x0_P"][prompt_M], data["noise_P"][prompt_M]
-        t_M = data[expert][prompt_M]
-        params, adapter = states.policy(setup.training, tree, frozen[expert])
-        x_t = flow.add_noise(x0, noise, t_M / 1000)
-        v = wan.denoise(
-            params, adapter, x_t, t_M, data["ctx_PSE"][prompt_M], config=setup.model.wan
-        )
-        value, aux = flow.flow_loss(v, x0, noise)
-        return value, {f"toy/{name}": a for name, a in aux.items()}
-
-    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
+def _pair_loss(trained, frozen, data, slot_M, prompt_M, *, setup, expert):
+    """Flow matching on M clips, at one time of each."""
+    del slot_M
+    x0, noise, t_M = (data[name][prompt_M] for name in ("x0_P", "noise_P", expert))
+    params, adapter = states.policy(setup.training, trained, frozen)
+    x_t, ctx = flow.add_noise(x0, noise, t_M / 1000), data["ctx_PSE"][prompt_M]
+    v = wan.denoise(params, adapter, x_t, t_M, ctx, config=setup.model.wan)
+    value, aux = flow.flow_loss(v, x0, noise)
+    return value, {f"toy/{name}": a for name, a in aux.items()}
 
 
 def _data(batch, *, setup):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import advantages, optim, sampler, sampling, schedule
+from wanjax import advantages, sampler, sampling, schedule
 from wanjax import state as states
 from wanjax.algorithms import Program, Tools, groups, steps
 from wanjax.data import Item
@@ -100,9 +100,7 @@ def batches(setup: Setup) -> set[int]:
     return steps.batches(slots, _share(setup.algorithm), setup.algorithm)
 
 
-def describe(setup: Setup) -> str:
-    """What one step works on."""
-    return groups.describe(setup)
+describe = groups.describe
 
 
 def init(key, setup: Setup, params: dict) -> states.State:
@@ -141,12 +139,7 @@ def update(state: states.State, setup: Setup, batch: Batch):
         # before the first optimizer step the policy is the one that sampled: its own score is the
         # old one
         on_policy = config.recompute_old_logp and number == 0
-
-        def minibatch(trained, opt, frozen, index, on_policy=on_policy):
-            return _minibatch(trained, opt, frozen, data, index, setup=setup, on_policy=on_policy)
-
-        index_sets = steps.index_sets(slots, share, config)
-        state, found = steps.take(state, setup.training, index_sets, minibatch)
+        state, found = steps.take(state, setup, slots, share, data, _LOSS[on_policy])
         collected.append(found)
     return state.replace(step=state.step + 1), steps.merged(collected, batch.version)
 
@@ -196,10 +189,8 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
 
     static = {"setup": setup, "slots": len(steps_W)}
     found = groups.rollout_programs(setup, tools, _rollout, arguments, static, lambda out: out[0])
-    index_sets = steps.index_sets(slots, np.arange(_share(config)), config)
-    static = {"setup": setup, "on_policy": config.recompute_old_logp}
     return found | steps.programs(
-        _minibatch, static, state, setup.training, index_sets, data,
+        state, setup, slots, _share(config), data, _LOSS[config.recompute_old_logp],
         flops=flops, calls=config.updates,
     )  # fmt: skip
 
@@ -215,19 +206,6 @@ def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
         run, x, key, ids, plan.schedule, slot_I, slots=slots, kind=setup.sde.kind,
         eta=setup.sde.eta, solver=plan.solver, keep_mean=config.guard,
     )  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnames=("setup", "on_policy"), donate_argnames=("opt",))
-def _minibatch(trained, opt, frozen, data, index, *, setup, on_policy):
-    """One optimizer step for each expert in `index`."""
-    frozen = sharding.to_device(frozen)
-
-    def loss(expert, tree, pairs):
-        return _pair_loss(
-            tree, frozen[expert], data, *pairs, setup=setup, expert=expert, on_policy=on_policy
-        )
-
-    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_policy):
@@ -256,6 +234,9 @@ def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_pol
     aux["v_rms"] = jnp.sqrt(jnp.square(v).mean())
     aux["logp_gap"] = jnp.abs(jax.lax.stop_gradient(logp) - rows["logp"]).mean()
     return loss, {f"grpo/{name}": value for name, value in aux.items()}
+
+
+_LOSS = {on: functools.partial(_pair_loss, on_policy=on) for on in (False, True)}
 
 
 def _score(policy, rows: dict, *, setup, expert):

@@ -15,7 +15,6 @@ Shapes: P prompts, K group, B samples (P·K), U units, T trained timesteps of a 
 (unit, timestep) couples a micro-batch.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import optim, sampler, sampling, schedule, trees
+from wanjax import sampler, sampling, schedule, trees
 from wanjax import state as states
 from wanjax.algorithms import Program, Tools, groups, steps
 from wanjax.data import Item
 from wanjax.losses import awm, dpo, flow, nft
-from wanjax.parallel import sharding
 from wanjax.settings import GroupConfig, Setup, fields_of
 
 DATA = "prompts"
@@ -120,9 +118,7 @@ def batches(setup: Setup) -> set[int]:
     return {2 * size for size in sizes} if setup.algorithm.loss == "dpo" else sizes
 
 
-def describe(setup: Setup) -> str:
-    """What one step works on."""
-    return groups.describe(setup)
+describe = groups.describe
 
 
 def init(key, setup: Setup, params: dict) -> states.State:
@@ -159,13 +155,8 @@ def update(state: states.State, setup: Setup, batch: Batch):
     data, collected = _noised(batch, setup=setup), []
     units = data[setup.experts[0]]["t_UT"].shape[0]
     for number, share in enumerate(groups.shares(setup, batch.version, units)):
-
-        def minibatch(trained, opt, frozen, index, state=state):
-            averages = _averages(state, index)
-            return _minibatch(trained, opt, frozen, averages, data, index, setup=setup)
-
-        index_sets = steps.index_sets(_slots(setup), share, config)
-        state, found = steps.take(state, setup.training, index_sets, minibatch)
+        given = data | {"averages": _averages(state, setup.experts)}
+        state, found = steps.take(state, setup, _slots(setup), share, given, _pair_loss)
         collected.append(found)
         taken = batch.version * config.updates + number + 1  # optimizer steps, this one included
         decay = float(nft.evaluation_decay(taken, config.ema_decay))
@@ -208,7 +199,7 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
             return _noised(Batch(x0, ctx_BSE, uncond_1SE, adv_B, 0, {}), setup=setup)
 
         shapes = jax.eval_shape(noised, x0, fields["ctx_BSE"], fields["uncond_1SE"])
-        return steps.whole(shapes) | {"x0_B": x0}
+        return steps.whole(shapes) | {"x0_B": x0, "averages": _averages(state, setup.experts)}
 
     def flops(expert):
         each = 2 if config.loss == "dpo" else 1
@@ -223,10 +214,9 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
     found = groups.rollout_programs(
         setup, tools, sampling.latents, arguments, keywords, lambda out: out
     )
-    index_sets = steps.index_sets(_slots(setup), np.arange(_share(config)), config)
     return found | steps.programs(
-        _minibatch, {"setup": setup}, state, setup.training, index_sets, data,
-        flops=flops, calls=config.updates, beside=lambda experts: (_averages(state, experts),),
+        state, setup, _slots(setup), _share(config), data, _pair_loss,
+        flops=flops, calls=config.updates,
     )  # fmt: skip
 
 
@@ -256,23 +246,10 @@ def _follow(state, setup, name: str, decay: float):
     return states.average(state, name, trees.lerp(trained, states.averaged(state, name), decay))
 
 
-@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
-def _minibatch(trained, opt, frozen, averages, data, index, *, setup):
-    """One optimizer step for each expert in `index`."""
-    frozen = sharding.to_device(frozen)
-
-    def loss(expert, tree, couples):
-        return _pair_loss(
-            tree, frozen[expert], averages[expert], data, *couples, setup=setup, expert=expert
-        )
-
-    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
-
-
-def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert):
+def _pair_loss(trained, frozen, data, slot_M, unit_M, *, setup, expert):
     """Loss and scalar statistics of M (timestep, unit) couples, all of one expert."""
     config: Config = setup.algorithm
-    plan, levels = setup.sampling, data[expert]
+    plan, levels, averages = setup.sampling, data[expert], data["averages"][expert]
     sigma_M, t_M = levels["sigma_UT"][unit_M, slot_M], levels["t_UT"][unit_M, slot_M]
     shape = data["x0_B"].shape[1:]
     noise = sampler.initial_noise(levels["key"], unit_M * config.timesteps + slot_M, shape)
@@ -302,7 +279,7 @@ def _pair_loss(trained, frozen, averages, data, slot_M, unit_M, *, setup, expert
         alone = alone.reshape(-1, 1, 1, 1, 1)
         v_new = jnp.where(alone, jax.lax.stop_gradient(v_new), v_new)
         halves = [half for a in (v_new, velocity(reference), x0) for half in jnp.split(a, 2)]
-        loss, aux = dpo.dpo_loss(*halves, noise[: len(unit_M)], beta=config.dpo_beta)
+        loss, aux = dpo.dpo_loss(*halves, noise=noise[: len(unit_M)], beta=config.dpo_beta)
     else:
         v_ref = velocity(reference) if kl_beta else None
         given = dict(kl_beta=kl_beta, adv_clip_max=config.adv_clip_max)

@@ -118,14 +118,8 @@ def collect(state, setup, item: Item, tools: Tools) -> Batch:
 def update(state: states.State, setup: Setup, batch: Batch):
     """Take an optimizer step per expert on the batch; returns (state at step + 1, metrics)."""
     steps.check_version(batch, state)
-    data = _noised(batch, setup=setup)
-
-    def minibatch(trained, opt, frozen, index):
-        return _minibatch(trained, opt, frozen, data, index, setup=setup)
-
-    clips = np.arange(batch.x0_B.shape[0])
-    index_sets = steps.index_sets(_slots(setup), clips, setup.algorithm)
-    state, found = steps.take(state, setup.training, index_sets, minibatch)
+    data, clips = _noised(batch, setup=setup), np.arange(batch.x0_B.shape[0])
+    state, found = steps.take(state, setup, _slots(setup), clips, data, _couple_loss)
     return state.replace(step=state.step + 1), optim.merge_metrics(found)
 
 
@@ -149,12 +143,10 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
         lora = bool(setup.training.lora.rank)
         return steps.training_flops(setup.model.wan, steps.grid(setup), lora=lora)
 
-    index_sets = steps.index_sets(_slots(setup), np.arange(config.clips), config)
     data = steps.whole(jax.eval_shape(noised, x0, ctx))
     return steps.programs(
-        _minibatch, {"setup": setup}, state, setup.training, index_sets, lambda made: data,
-        flops=flops,
-    )  # fmt: skip
+        state, setup, _slots(setup), config.clips, lambda made: data, _couple_loss, flops=flops
+    )
 
 
 def validate(state, setup, item: Item, tools: Tools) -> dict[str, np.ndarray]:
@@ -182,17 +174,6 @@ def validate(state, setup, item: Item, tools: Tools) -> dict[str, np.ndarray]:
         bins = [v for k, v in found.items() if k.endswith(f"/{expert}")]
         found[f"eval/loss/{expert}"] = np.mean(bins, axis=0)
     return found
-
-
-@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("opt",))
-def _minibatch(trained, opt, frozen, data, index, *, setup):
-    """One optimizer step for each expert in `index`."""
-    frozen = sharding.to_device(frozen)
-
-    def loss(expert, tree, couples):
-        return _couple_loss(tree, frozen[expert], data, *couples, setup=setup, expert=expert)
-
-    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def _couple_loss(trained, frozen, data, slot_M, clip_M, *, setup, expert):

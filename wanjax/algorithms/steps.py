@@ -1,9 +1,9 @@
 """Optimizer steps over micro-batches, as every algorithm takes them, and what they cost.
 
-An algorithm's jitted `minibatch(trained, opt, frozen, …, data, index)` takes one optimizer step for
-each expert of an index set of optim.micro_batches and returns (trained, opt, metrics).
+An algorithm gives the loss of M pairs (step, sample) of one expert; see `minibatch`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,19 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax import optim, sampling, settings
+from wanjax import optim, sampling
 from wanjax import state as states
 from wanjax.algorithms import Program
 from wanjax.models import wan
+from wanjax.parallel import sharding
+from wanjax.settings import MicroConfig, Setup, TrainingConfig
+from wanjax.state import State
 
 
-def check_version(batch, state: states.State) -> None:
+def check_version(batch, state: State) -> None:
     """Raise ValueError for a batch that another policy than the current one has made."""
     if batch.version != int(state.step):
         raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
 
 
-def index_sets(slots: dict, samples, config: settings.MicroConfig) -> list[dict]:
+def index_sets(slots: dict, samples, config: MicroConfig) -> list[dict]:
     """`optim.micro_batches` as the run's settings cut them; slots: expert -> its steps."""
     return optim.micro_batches(
         slots, samples, micro_samples=config.micro_samples, micro_steps=config.micro_steps,
@@ -32,36 +35,48 @@ def index_sets(slots: dict, samples, config: settings.MicroConfig) -> list[dict]
     )  # fmt: skip
 
 
-def batches(slots: dict, samples: int, config: settings.MicroConfig) -> set[int]:
+def batches(slots: dict, samples: int, config: MicroConfig) -> set[int]:
     """Sizes of the micro-batches of an optimizer step on so many samples."""
     found = index_sets(slots, np.arange(samples), config)
     return {slot.shape[1] for index in found for blocks in index.values() for slot, _ in blocks}
 
 
-def parts(state: states.State, training: settings.TrainingConfig, experts: Iterable[str]) -> tuple:
+def parts(state: State, training: TrainingConfig, experts: Iterable[str]) -> tuple:
     """(trained trees, optimizer states, frozen trees) of some experts of the student."""
-    trees = (
-        states.trainable(state, training), states.optimizers(state),
-        states.frozen(state, training),
-    )  # fmt: skip
+    trees = states.trainable(state, training), state.opt, states.frozen(state, training)
     return tuple({expert: tree[expert] for expert in experts} for tree in trees)
 
 
-def take(
-    state: states.State, training: settings.TrainingConfig, index_sets: list[dict],
-    minibatch: Callable,
-) -> tuple[states.State, list[dict]]:  # fmt: skip
-    """One optimizer step for each expert of each index set; returns (state, metrics of each).
+def take(state: State, setup: Setup, slots: dict, samples, data: dict, pair_loss: Callable):
+    """One optimizer step for each trained expert on the samples; returns (state, metrics).
 
-    minibatch(trained, opt, frozen, index) -> (trained, opt, metrics).
+    slots: expert -> its steps; data, pair_loss: see `minibatch`.
     """
     found = []
-    for index in index_sets:
-        trained, opt, metrics = minibatch(*parts(state, training, index), index)
-        state = states.replace_trainable(state, training, trained)
+    for index in index_sets(slots, samples, setup.algorithm):
+        trained, opt, metrics = minibatch(
+            *parts(state, setup.training, index), index, data, pair_loss=pair_loss, setup=setup
+        )
+        state = states.replace_trainable(state, setup.training, trained)
         state = states.replace_optimizers(state, opt)
         found.append(metrics)
     return state, found
+
+
+@functools.partial(jax.jit, static_argnames=("pair_loss", "setup"), donate_argnames=("opt",))
+def minibatch(trained, opt, frozen, index, data, *, pair_loss: Callable, setup: Setup):
+    """One optimizer step for each expert in `index`; returns (trained, opt, metrics).
+
+    pair_loss(trained tree, frozen tree, data, slot_M, sample_M, *, setup, expert) -> (mean loss of
+    M pairs of one expert, {name: statistic}) gathers the pairs from the arrays of `data`; the
+    program is compiled for this very function, so it is one of a module.
+    """
+    frozen = sharding.to_device(frozen)
+
+    def loss(expert, tree, pairs):
+        return pair_loss(tree, frozen[expert], data, *pairs, setup=setup, expert=expert)
+
+    return optim.step(loss, trained, opt, index, setup.training.optim["student"])
 
 
 def merged(collected: list[list[dict]], version: int) -> dict:
@@ -69,11 +84,6 @@ def merged(collected: list[list[dict]], version: int) -> dict:
     those of the first optimizer step are also reported under optim.START + name."""
     flat = [metrics for found in collected for metrics in found]
     return optim.merge_metrics(flat, len(collected[0]) if version == 0 else 0)
-
-
-def pairs(index: dict) -> dict[str, int]:
-    """{expert: number of (step, sample) pairs} of an index set."""
-    return {e: sum(slot.size for slot, _ in blocks) for e, blocks in index.items()}
 
 
 def training_flops(config: wan.WanConfig, grid, *, lora: bool) -> int:
@@ -88,7 +98,7 @@ def training_flops(config: wan.WanConfig, grid, *, lora: bool) -> int:
     return int(forward + again + (1 if lora else 2) * dense + 2.5 * attention)
 
 
-def grid(setup: settings.Setup) -> tuple[int, int, int]:
+def grid(setup: Setup) -> tuple[int, int, int]:
     """Tokens in time, height and width of a sample."""
     return sampling.token_grid(setup.model, sampling.latent_shape(setup.model, setup.sampling))
 
@@ -110,22 +120,21 @@ def key_shape() -> Any:
 
 
 def programs(
-    function, static: dict, state: states.State, training: settings.TrainingConfig,
-    index_sets: list[dict], data: Callable, *, flops: Callable, calls: int = 1,
-    beside: Callable = lambda experts: (),
+    state: State, setup: Setup, slots: dict, samples: int, data: Callable, pair_loss: Callable,
+    *, flops: Callable, calls: int = 1,
 ) -> dict[str, Program]:  # fmt: skip
-    """{"update <experts>": Program} of a minibatch function, one for each index set.
+    """{"update <experts>": Program} of `minibatch` on the micro-batches of an optimizer step.
 
-    static: its keyword arguments; data: abstract outputs of earlier phases -> the arrays that it
-    gathers from; beside: experts -> what it takes between the frozen trees and the data; flops:
-    expert -> FLOPs of one (step, sample) pair; calls: optimizer steps of an expert.
+    data: abstract outputs of earlier phases -> its arrays; flops: expert -> FLOPs of one pair;
+    calls: optimizer steps of an expert.
     """
-    found = {}
-    for index in index_sets:
+    found, keywords = {}, {"pair_loss": pair_loss, "setup": setup}
+    for index in index_sets(slots, np.arange(samples), setup.algorithm):
 
         def arguments(made, index=index):
-            return (*parts(state, training, index), *beside(index), data(made), whole(index))
+            return (*parts(state, setup.training, index), whole(index), data(made))
 
-        total = sum(count * flops(expert) for expert, count in pairs(index).items())
-        found[f"update {'+'.join(index)}"] = Program(function, arguments, static, total, calls)
+        pairs = {e: sum(slot.size for slot, _ in blocks) for e, blocks in index.items()}
+        total = sum(count * flops(expert) for expert, count in pairs.items())
+        found[f"update {'+'.join(index)}"] = Program(minibatch, arguments, keywords, total, calls)
     return found
