@@ -1,22 +1,22 @@
-"""DMD2 with full weights: Wan2.1-T2V-1.3B into a 4-step student, 480x832x81, from prompts alone.
+"""DMD2 with full weights: Wan2.1-T2V-1.3B into a 4-step student, 480x832x81, from prompts only.
 
     python -m wanjax.train --config configs/dmd2_wan21.py \
         --config.model.path=/models/Wan2.1-T2V-1.3B-Diffusers --config.prompts=prompts.txt
     python -m wanjax.train --config configs/dmd2_wan21.py:14b ...
         --config.roles.teacher.path=/models/Wan2.1-T2V-14B-Diffusers
 
-Preset "14b" takes a larger teacher and starts with regression on its trajectories; the critic stays
-1.3B. The numbers are Self-Forcing's for a teacher of 14B (batch 64, 600 to 3000 steps).
+Preset "14b" uses a larger teacher and starts with regression on its trajectories; the critic stays
+1.3B. The numbers are Self-Forcing's for a 14B teacher (batch 64, 600 to 3000 steps).
 
-Hardware: meant for 8 x 80 GB. Time: not measured. Curve: not measured; critic/loss falls in the
-first tens of steps, dmd2/grad_abs then falls slowly, dmd2/x0_std must not grow.
+Hardware: meant for 8 x 80 GB. Time: not measured. Curve: not measured; critic/loss should
+fall within the first tens of steps, then dmd2/grad_abs slowly; dmd2/x0_std must not grow.
 """
 
 from configs import default
 
 
 def get_config(preset: str = ""):
-    """Presets: "" = the teacher is the model itself; "14b" = a teacher of its own."""
+    """Presets: "" = the teacher is the model itself; "14b" = a separate teacher."""
     if preset not in ("", "14b"):
         raise ValueError(f"preset {preset!r} is unknown; dmd2_wan21 has '' and '14b'")
     c = default.get_config()

@@ -3,13 +3,13 @@
     python -m wanjax.train --config configs/dmd2_wan22.py \
         --config.model.path=/models/Wan2.2-T2V-A14B-Diffusers --config.prompts=prompts.txt
 
-Student, critic and teacher share one frozen base, so memory is that of two experts and four
-adapters. Steps 1000, 937.5 belong to the high expert, 833.3, 625 to the low one. One after the
-other instead: preset "high", then "low" with the first run's export as
+Student, critic and teacher share one frozen base, so memory holds two experts and four adapters.
+The high expert owns steps 1000 and 937.5, the low one 833.3 and 625. To train them one after the
+other, use preset "high", then "low" with the first run's export as
 --config.lora.start="('runs/dmd2_wan22_high/export/lora_high_noise.safetensors',)".
 
-Hardware: meant for 8 x 80 GB or a pod. Time: not measured. Curve: not measured; critic/loss falls
-in the first tens of steps, dmd2/grad_abs then falls slowly, dmd2/x0_std must not grow.
+Hardware: meant for 8 x 80 GB or a pod. Time: not measured. Curve: not measured; critic/loss
+should fall within the first tens of steps, then dmd2/grad_abs slowly; dmd2/x0_std must not grow.
 """
 
 from configs import default

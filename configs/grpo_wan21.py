@@ -1,11 +1,11 @@
-"""GRPO with LoRA on Wan2.1-T2V-1.3B, 480x480x5, after the miles-diffusion recipe.
+"""GRPO with LoRA on Wan2.1-T2V-1.3B, 480x480x5, from the miles-diffusion recipe.
 
     python -m wanjax.train --config configs/grpo_wan21.py:small \
         --config.model.path=/models/Wan2.1-T2V-1.3B-Diffusers --config.prompts=prompts.txt \
         --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"
 
-Ten steps at shift 3; one stochastic step, drawn each epoch from steps 1 to 3. Hardware: one GPU of
-80 GB for preset small (4 prompts x 16 samples a step); the default 48 x 16 wants several. Time and
+Ten steps at shift 3; one stochastic step, drawn each epoch from steps 1 to 3. Hardware: one 80 GB
+GPU for preset small (4 prompts x 16 samples per step); the default 48 x 16 needs several. Time and
 curve: not measured.
 """
 

@@ -1,19 +1,20 @@
-"""GRPO with LoRA on both experts of Wan2.2-T2V-A14B, 480x480x5, after the miles-diffusion recipe.
+"""GRPO with LoRA on both experts of Wan2.2-T2V-A14B, 480x480x5, from the miles-diffusion recipe.
 
     python -m wanjax.train --config configs/grpo_wan22.py:small \
         --config.model.path=/models/Wan2.2-T2V-A14B-Diffusers --config.prompts=prompts.txt
 
-Preset miles is their one stochastic step among steps 1 to 3, which the high expert makes, for
---config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"; the other presets take one step of
-each expert, so that both learn.
+Preset miles follows the original: one stochastic step among steps 1 to 3, all in the high expert,
+with --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}". The other presets take one
+stochastic step per expert, so that both learn.
 
-Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 27 s of
-rollout and 17 s of update, 70 GiB, see scripts/bench/RESULTS.md; 14 s of update and 98 GiB with
---config.model.remat=save_matmuls, so on the H200 only); the default 48 x 16, 64 samples
-at a time, is for a pod over which `mesh.data` splits them (one a chip of v5p:4x4x4, planned in
-scripts/bench/plan.md); for fewer chips lower sampling.batch and micro_samples.
+Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples per step: about 27 s for
+the rollout and 17 s for the update, 70 GiB, see scripts/bench/RESULTS.md; with
+--config.model.remat=save_matmuls 14 s for the update and 98 GiB, so H200 only). The default 48 x
+16, 64 samples at a time, is for a pod, where `mesh.data` splits the samples (one per chip on
+v5p:4x4x4, planned in scripts/bench/plan.md); with fewer chips, lower sampling.batch and
+micro_samples.
 
-The reward is yours: an import path "package.module:function", called as function(video uint8
+Bring your own reward: an import path "package.module:function", called as function(video uint8
 [B,T,H,W,3], prompts, meta) -> (scores [B], info). Set it below or in a copy of this file.
 """
 
@@ -21,7 +22,7 @@ from configs import default
 
 
 def get_config(preset: str = ""):
-    """Presets: "" = 48 prompts x 16 on many chips; "miles" = the same, high expert alone; "small" =
+    """Presets: "" = 48 prompts x 16 on many chips; "miles" = the same, high expert only; "small" =
     1 prompt x 16 on one GPU."""
     if preset not in ("", "miles", "small"):
         raise ValueError(f"preset {preset!r} is unknown; grpo_wan22 has '', 'miles' and 'small'")

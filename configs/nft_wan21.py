@@ -4,8 +4,8 @@
         --config.model.path=/models/Wan2.1-T2V-1.3B-Diffusers --config.prompts=prompts.txt \
         --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"
 
-Hardware: one GPU of 80 GB for preset small (4 prompts x 16 samples a step); the default 48 x 16
-wants several. Time and curve: not measured.
+Hardware: one 80 GB GPU for preset small (4 prompts x 16 samples per step); the default 48 x 16
+needs several. Time and curve: not measured.
 """
 
 from configs import nft_wan22

@@ -4,14 +4,15 @@
         --config.model.path=/models/Wan2.2-T2V-A14B-Diffusers --config.prompts=prompts.txt \
         --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}"
 
-Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples a step: about 17 s of
-rollout and 31 s of update, 73 GiB, see scripts/bench/RESULTS.md); the default 48 x 16, 64 samples
-at a time, is for a pod over which `mesh.data` splits them (one a chip of v5p:4x4x4, planned in
-scripts/bench/plan.md); for fewer chips lower sampling.batch and micro_samples. Curve: not measured.
-Watch the reward, never the loss: it does not fall by design (see wanjax/losses/nft.py).
+Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples per step: about 17 s for
+the rollout and 31 s for the update, 73 GiB, see scripts/bench/RESULTS.md). The default 48 x 16, 64
+samples at a time, is for a pod, where `mesh.data` splits the samples (one per chip on v5p:4x4x4,
+planned in scripts/bench/plan.md); with fewer chips, lower sampling.batch and micro_samples. Curve:
+not measured. Watch the reward, not the loss, which by design does not fall (see
+wanjax/losses/nft.py).
 
-Guidance is 1: the trained policy learns what guidance would add, so the first samples look worse
-than the model's usual ones. config.nft.loss = "awm" or "dpo" takes a sibling loss.
+Guidance is 1: the trained policy learns what guidance would add, so early samples look worse than
+the model's usual ones. config.nft.loss = "awm" or "dpo" selects a related loss.
 """
 
 from configs import default

@@ -1,13 +1,13 @@
-"""GRPO with LoRA on both experts of the embedded TinyWan2.2, rewarded for the right moving shapes.
+"""GRPO with LoRA on both experts of the embedded TinyWan2.2, rewarded for correct moving shapes.
 
     bash scripts/quickstart.sh
     python -m wanjax.train --config configs/quickstart.py
 
 Hardware: two CPU cores and 2 GB, about 5 minutes. Three steps without guidance are too few for the
-model to finish a clip, and cost little: GRPO has something to gain, and time for many small steps.
-64 clips a step tell little about a direction; what keeps their noise down: one initial noise a
-group, a low rank, one deviation for all groups, a rate that falls to zero.
-Prompts are one half of the one-object captions, evaluation is on the other.
+model to finish a clip, but cheap: GRPO has something to gain, and time for many small steps.
+64 clips per step give a noisy gradient; one initial noise per group, a low rank, one standard
+deviation for all groups and a learning rate that decays to zero keep the noise down.
+Training uses one half of the one-object captions, evaluation the other.
 """
 
 from configs import default
@@ -21,7 +21,7 @@ def get_config(preset: str = ""):
     c.name = "quickstart"
     c.model.path = "tinywan22"
     c.model.dtype = c.model.param_dtype = "float32"
-    c.model.remat = "full"  # quicker on CPUs than keeping intermediates
+    c.model.remat = "full"  # faster on CPUs than keeping intermediates
     c.lora.rank, c.lora.alpha = 4, 8.0
     c.sampling.height = c.sampling.width = 64
     c.sampling.frames = 17
@@ -41,6 +41,6 @@ def get_config(preset: str = ""):
     c.clip.high = c.clip.low = 1e-3
     for optim in (c.optim.high, c.optim.low):
         optim.lr, optim.decay = 2e-3, 30
-    c.eval.prompts = "shapes:train:1:1/2"  # the captions that are not trained on
+    c.eval.prompts = "shapes:train:1:1/2"  # the captions not trained on
     c.eval.number = 78
     return c

@@ -5,7 +5,7 @@
     python -m wanjax.train --config configs/sft_wan21.py \
         --config.model.path=/models/Wan2.1-T2V-1.3B-Diffusers --config.data.path=cache
 
-As configs/sft_wan22.py, with one expert. Hardware: one GPU of 80 GB; for several set mesh.fsdp,
+Like configs/sft_wan22.py, with one expert. Hardware: one 80 GB GPU; for several, set mesh.fsdp,
 micro_samples, data.batch and sampling.batch to multiples of their number. Time and curve: not
 measured.
 """
@@ -14,7 +14,7 @@ from configs import sft_wan22
 
 
 def get_config(preset: str = ""):
-    """No preset but ""."""
+    """Only preset ""."""
     if preset:
         raise ValueError(f"preset {preset!r} is unknown; sft_wan21 has ''")
     c = sft_wan22.get_config()

@@ -129,10 +129,8 @@ def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
         if (at := path / f"{expert}_noise_model").is_dir():
             _add(checkpoint, *files.open_folder(at), at, expert)
     loose = sorted(path.glob("*.safetensors"))
-    shards = [
-        f for f in loose if re.search(r"-\d{5}-of-\d{5}|^diffusion_pytorch_model|^model\.", f.name)
-    ]
-    if shards:
+    shard = r"-\d{5}-of-\d{5}|^diffusion_pytorch_model|^model\."
+    if any(re.search(shard, file.name) for file in loose):
         tensors, metadata = files.open_folder(path)
         used = {t.where for t in tensors.values()}
         _add(checkpoint, tensors, metadata, path, None)
@@ -327,16 +325,17 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     Schedulers in released folders are not trusted for a known model (A14B says shift 3, was
     released with 12 and 5); a folder's own wanjax.json comes first, the scheduler last.
     """
+    where = checkpoint.where
     if "transformer" not in checkpoint.tensors:
         has = ", ".join(checkpoint.tensors)
-        raise ValueError(f"{checkpoint.where}: has {has} but no transformer; add its file")
+        raise ValueError(f"{where}: has {has} but no transformer; add its file")
     configs: dict = {c: component_config(checkpoint, c) for c in checkpoint.tensors}
     experts = tuple(e for e, c in EXPERTS.items() if c in configs)
     base = configs["transformer"]
     if len(experts) == 2 and configs["transformer_2"] != base:
         raise ValueError(
-            f"{checkpoint.where}: transformer and transformer_2 have different configs; "
-            "both experts must share one architecture"
+            f"{where}: transformer and transformer_2 have different configs; both experts must "
+            "share one architecture"
         )
     preset = _preset(checkpoint, base, experts)
     optional = {"vae": "vae", "text": "text_encoder", "image": "image_encoder"}
@@ -346,7 +345,7 @@ def model_config(checkpoint: Checkpoint) -> presets.ModelConfig:
     parts["tokenizer"] = checkpoint.tokenizer and str(checkpoint.tokenizer)
     if preset and not checkpoint.extra:
         return dataclasses.replace(preset, **parts)
-    name = str(checkpoint.extra.get("name", pathlib.Path(checkpoint.where).name))
+    name = str(checkpoint.extra.get("name", pathlib.Path(where).name))
     return presets.ModelConfig(name=name, sampling=_sampling(checkpoint), **parts)
 
 

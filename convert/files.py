@@ -21,19 +21,12 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
+    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2},
+    **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8},
+    **{"U8": np.uint8, "BOOL": np.bool_},
 }
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 _CODES = {np.dtype(v): k for k, v in DTYPES.items()}
 _HEADER_LIMIT = 100 << 20
 _PIECE = 16 << 20  # bytes a reading thread takes at a time
@@ -98,11 +91,9 @@ def unsqueeze(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Insert axes of size one, numbered in the result."""
     ndim = len(tensor.shape) + len(axes)
     kept = [a for a in range(ndim) if a not in axes]
-    shape = [1] * ndim
-    for a, n in zip(kept, tensor.shape, strict=True):
-        shape[a] = n
+    sizes = dict(zip(kept, tensor.shape, strict=True))
     read = lambda index: np.expand_dims(tensor.read(tuple(index[a] for a in kept)), axes)
-    return replace(tensor, shape=tuple(shape), read=read)
+    return replace(tensor, shape=tuple(sizes.get(a, 1) for a in range(ndim)), read=read)
 
 
 def rows(tensor: Tensor, first: int, last: int) -> Tensor:
@@ -116,7 +107,9 @@ def rows(tensor: Tensor, first: int, last: int) -> Tensor:
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """Concatenate along axis 0; different dtypes become float32."""
+    """Concatenate along axis 0; different dtypes become float32. A single tensor stays as it is."""
+    if len(tensors) == 1:
+        return tensors[0]
     if len({t.dtype for t in tensors}) > 1:
         tensors = [cast(t, np.float32) for t in tensors]
     starts = np.cumsum([0, *(t.shape[0] for t in tensors)])
@@ -156,18 +149,12 @@ def dequantise(tensor: Tensor, scale: Tensor) -> Tensor:
         part = factor[index[0]].reshape(len(full), blocks, 1)
         return (full.reshape(len(full), blocks, -1) * part).reshape(full.shape)[:, index[1]]
 
-    return replace(
-        tensor, dtype=np.dtype(np.float32), read=read, compact=np.dtype(ml_dtypes.bfloat16)
-    )
-
-
-# ---- safetensors in ----
+    return replace(tensor, dtype=np.dtype(np.float32), read=read, compact=_BF16)
 
 
 def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
     """Return ({name: Tensor}, header metadata) of one file. ValueError if the file is damaged."""
-    path = pathlib.Path(path)
-    size = path.stat().st_size
+    size = os.stat(path).st_size
     with open(path, "rb") as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
@@ -188,11 +175,11 @@ def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
         _check_cover(spans, size - 8 - length)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{path}: damaged safetensors file: {_line(error)}") from None
-    tensors = {}
-    for name, (dtype, shape, begin, _) in spans.items():
-        read = _reader(path, dtype, shape, 8 + length + begin, name)
-        tensors[name] = Tensor(shape, dtype, read, str(path))
-    return tensors, metadata
+    start = 8 + length
+    return {
+        name: Tensor(shape, dtype, _reader(path, dtype, shape, start + begin, name), str(path))
+        for name, (dtype, shape, begin, _) in spans.items()
+    }, metadata
 
 
 def _line(error) -> str:
@@ -365,7 +352,7 @@ def open_gguf(path) -> Tensors:
             return np.array(values.reshape(shape)[index])
 
         dtype = np.dtype(plain.get(t.tensor_type, np.float32))
-        compact = None if t.tensor_type in plain else np.dtype(ml_dtypes.bfloat16)
+        compact = None if t.tensor_type in plain else _BF16
         tensors[name] = Tensor(shape, dtype, read, str(path), compact)
     return tensors
 
@@ -373,8 +360,7 @@ def open_gguf(path) -> Tensors:
 def _gguf_shape(reader, tensor) -> tuple[int, ...]:
     """The shape of a tensor, or the one ComfyUI keeps for tensors that had to be reshaped."""
     _check_name(tensor.name)
-    original = reader.get_field(f"comfy.gguf.orig_shape.{tensor.name}")
-    if original is not None:
+    if original := reader.get_field(f"comfy.gguf.orig_shape.{tensor.name}"):
         return tuple(int(original.parts[k][0]) for k in original.data)
     return tuple(int(n) for n in reversed(tensor.shape))
 
@@ -393,9 +379,8 @@ def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
         return _merge(plain[:1] or files, folder)
     weight_map = _weight_map(indexes[0])
     tensors, metadata = _merge([folder / f for f in sorted(set(weight_map.values()))], folder)
-    wrong = [
-        n for n, f in weight_map.items() if n not in tensors or tensors[n].where != str(folder / f)
-    ]
+    places = {name: tensor.where for name, tensor in tensors.items()}
+    wrong = [n for n, file in weight_map.items() if places.get(n) != str(folder / file)]
     extra = sorted(set(tensors) - set(weight_map))
     if wrong or extra:
         raise ValueError(
@@ -422,8 +407,7 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 
 
 def _merge(paths: Iterable[pathlib.Path], folder) -> tuple[Tensors, dict[str, str]]:
-    tensors: Tensors = {}
-    metadata: dict[str, str] = {}
+    tensors, metadata = {}, {}
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{folder}: shard {path.name} is missing; download it again")
@@ -442,8 +426,6 @@ def some(names, count: int = 3) -> str:
     return ", ".join(names[:count]) + more if names else "none"
 
 
-# ---- parallel reading ----
-
 _POOL = futures.ThreadPoolExecutor(min(16, 4 * (os.cpu_count() or 1)), "wanjax-read")
 
 
@@ -455,13 +437,12 @@ def fill(jobs: Iterable[tuple[Tensor, Index, np.ndarray]]) -> None:
 
     running = []
     for tensor, index, out in jobs:
-        rows = max(1, _PIECE * len(out) // max(out.nbytes, 1)) if out.ndim else 1
-        if out.ndim == 0 or rows >= len(out):
+        if out.nbytes <= _PIECE:
             running.append(_POOL.submit(piece, tensor, index, out))
             continue
+        rows = max(1, _PIECE * len(out) // out.nbytes)
         for r in range(0, len(out), rows):
-            part = out[r : r + rows]
-            first = index[0].start + r
+            part, first = out[r : r + rows], index[0].start + r
             at = (slice(first, first + len(part)), *index[1:])
             running.append(_POOL.submit(piece, tensor, at, part))
     for future in running:
@@ -471,17 +452,12 @@ def fill(jobs: Iterable[tuple[Tensor, Index, np.ndarray]]) -> None:
 def ahead(read: Callable, items: Iterable) -> Iterator:
     """Yield read(item) of each item in order, reading the next while the caller uses one."""
     with futures.ThreadPoolExecutor(1) as reader:
-        pending = None
+        pending = []
         for item in items:
-            following = reader.submit(read, item)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
-
-
-# ---- safetensors out ----
+            pending.append(reader.submit(read, item))
+            if len(pending) == 2:
+                yield pending.pop(0).result()
+        yield from (last.result() for last in pending)
 
 
 def write_safetensors(path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:

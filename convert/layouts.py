@@ -13,12 +13,11 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
-from convert import account, disk, files, load, names, save
+from convert import disk, files, load, names, save
 
 LAYOUTS = ("diffusers", "original", "comfyui", "orbax")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled")
 _F8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_F32 = np.dtype(np.float32)
 
 
 def write(checkpoint: disk.Checkpoint, out, layout: str, dtype: str | None = None) -> None:
@@ -42,12 +41,15 @@ def write(checkpoint: disk.Checkpoint, out, layout: str, dtype: str | None = Non
         assert folder is not None, "one process converts"
         if layout == "diffusers":
             _write_diffusers(checkpoint, tensors, folder)
-        elif layout == "original":
-            _write_original(checkpoint, tensors, folder)
-        elif layout == "comfyui":
-            _write_comfyui(checkpoint, tensors, folder, dtype)
         else:
-            _write_orbax(checkpoint, tensors, folder)
+            if layout == "original":
+                _write_original(checkpoint, tensors, folder)
+            elif layout == "comfyui":
+                _write_comfyui(checkpoint, tensors, folder, dtype)
+            else:
+                _write_orbax(checkpoint, tensors, folder)
+            save.dump_json(folder / "wanjax.json", _configs(checkpoint))
+            _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
         said = {k: checkpoint.extra[k] for k in ("sampler", "few_step") if k in checkpoint.extra}
         save.write_sampler(folder, said)
 
@@ -57,9 +59,6 @@ def plain_dtype(dtype: str | None):
     return None if dtype in (None, "fp8_scaled") else jnp.dtype(dtype)
 
 
-# ---- original names and fp8 ----
-
-
 def original_names(component: str, tensors: files.Tensors) -> files.Tensors:
     """Rename diffusers names to original ones, joining what the original keeps in one tensor.
 
@@ -67,27 +66,21 @@ def original_names(component: str, tensors: files.Tensors) -> files.Tensors:
     """
     table = names.rules(component, tensors)
     parts: dict[str, dict[int, files.Tensor]] = {}
-    rules = {}
-    unknown = []
+    count, unknown = {}, []
     for name, tensor in tensors.items():
-        hit = names.to_original(name, table)
-        if hit is None:
+        if (hit := names.to_original(name, table)) is None:
             unknown.append(name)
             continue
         original, part, rule = hit
-        if rule.drop:
-            tensor = files.unsqueeze(tensor, rule.drop)
-        parts.setdefault(original, {})[part] = tensor
-        rules[original] = rule
-    partial = [n for n, p in parts.items() if len(p) != len(rules[n].diffusers)]
+        parts.setdefault(original, {})[part] = files.unsqueeze(tensor, rule.drop)
+        count[original] = len(rule.diffusers)
+    partial = [n for n, p in parts.items() if len(p) != count[n]]
     if unknown or partial:
         raise ValueError(
             f"{component}: {len(unknown)} tensors have no original name ({files.some(unknown)}), "
             f"{len(partial)} are incomplete ({files.some(partial)})"
         )
-    out = {
-        n: p[0] if len(p) == 1 else files.join([p[k] for k in sorted(p)]) for n, p in parts.items()
-    }
+    out = {n: files.join([p[k] for k in sorted(p)]) for n, p in parts.items()}
     if "motion_encoder.enc.net_app.convs.0.0.weight" in out:  # Animate stores its constant blur
         taps = np.outer([1, 3, 3, 1], [1, 3, 3, 1]).astype(np.float32) / 64
         for k in range(1, 8):
@@ -127,13 +120,8 @@ def _scaled(tensor: files.Tensor) -> tuple[files.Tensor, files.Tensor]:
         memo.clear()  # written right after its weight: the last reader
         return value
 
-    return (
-        files.Tensor(tensor.shape, _F8, weight, tensor.where),
-        files.Tensor((), _F32, scale, tensor.where),
-    )
-
-
-# ---- one function per layout ----
+    quantised = files.Tensor(tensor.shape, _F8, weight, tensor.where)
+    return quantised, files.Tensor((), np.dtype(np.float32), scale, tensor.where)
 
 
 def _write_diffusers(checkpoint, tensors, folder: pathlib.Path) -> None:
@@ -198,8 +186,6 @@ def _write_original(checkpoint, tensors, folder: pathlib.Path) -> None:
         at.mkdir(exist_ok=True)
         files.write_sharded(at, "diffusion_pytorch_model", renamed)
         save.dump_json(at / "config.json", _original_json(checkpoint.configs[component]))
-    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
-    save.dump_json(folder / "wanjax.json", _configs(checkpoint))
 
 
 def _original_json(config: dict) -> dict:
@@ -258,8 +244,6 @@ def _write_comfyui(checkpoint, tensors, folder: pathlib.Path, dtype: str | None)
         config = json.dumps(checkpoint.configs[component])
         header = {f"wanjax.{component.removesuffix('_2')}": config}
         files.write_safetensors(folder / kind / f"{stem}.safetensors", part, header)
-    save.dump_json(folder / "wanjax.json", _configs(checkpoint))
-    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")
 
 
 def _sentencepiece(checkpoint) -> files.Tensor | None:
@@ -273,9 +257,7 @@ def _write_orbax(checkpoint, tensors, folder: pathlib.Path) -> None:
     """Parameter trees as one Orbax checkpoint (the whole model passes through device memory)."""
     params = {}
     for component, part in tensors.items():
-        shapes = account.plan(replace(checkpoint, tensors=tensors), component)
+        shapes = load.plan(replace(checkpoint, tensors=tensors), component)
         params[component] = load.place(part, shapes, component)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((folder / "arrays").absolute(), args=ocp.args.PyTreeSave(params))
-    save.dump_json(folder / "wanjax.json", _configs(checkpoint))
-    _write_tokenizer(checkpoint, folder / "google/umt5-xxl")

@@ -1,12 +1,13 @@
 """Parameter trees from checkpoints of any published layout, placed straight onto a mesh.
 
 A checkpoint is opened as lazy tensors under diffusers names (disk.py), so each process reads only
-the byte ranges of its own shards, in chunks of layers, into device buffers.
+the byte ranges of its own shards, in chunks of layers, into device buffers. Before any is read, a
+component is checked to have exactly the tensors that its config describes.
 """
 
 import dataclasses
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from convert import account, disk, files, names
+from convert import disk, files, names
 from wanjax import trees
 from wanjax.models import presets, quant, wan
 from wanjax.parallel import sharding
@@ -56,17 +57,11 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload
     for expert, changes in (dense or {}).items():
         own = checkpoint.tensors[disk.EXPERTS[expert]]
         own |= {name: _changed(own[name], change) for name, change in changes.items()}
-    plans = {
-        c: account.shapes(checkpoint, c)
-        for c in checkpoint.tensors
-        if c in _KEYS or not experts_only
-    }
-    params = {
-        _KEYS.get(c, c): place(
-            checkpoint.tensors[c], shapes, c, mesh=mesh, dtype=dtype, offload=offload and c in _KEYS
-        )
-        for c, shapes in plans.items()
-    }
+    params, put = {}, partial(place, mesh=mesh, dtype=dtype)
+    for c, tensors in checkpoint.tensors.items():
+        if c in _KEYS or not experts_only:
+            away = offload and c in _KEYS
+            params[_KEYS.get(c, c)] = put(tensors, shapes(checkpoint, c), c, offload=away)
     return params, config
 
 
@@ -81,9 +76,39 @@ def load_component(path, component: str, *, mesh=None):
     if component not in checkpoint.tensors:
         has = ", ".join(checkpoint.tensors)
         raise ValueError(f"{path}: no {component}, only {has}; give a folder that has one")
-    shapes = account.plan(checkpoint, component)
-    tree = place(checkpoint.tensors[component], shapes, component, mesh=mesh)
+    tree = place(checkpoint.tensors[component], plan(checkpoint, component), component, mesh=mesh)
     return tree, disk.component_config(checkpoint, component)
+
+
+def plan(checkpoint: disk.Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {path: shape} of a component's tree after checking every tensor name and shape."""
+    tensors, where = checkpoint.tensors[component], f"{checkpoint.where}: {component}"
+    if component in _KEYS and (kind := names.special_variant(tensors)):
+        raise ValueError(
+            f"{where} is a {kind} checkpoint, which the model code does not run; convert.weights "
+            "can still change its layout"
+        )
+    tree = shapes(checkpoint, component)
+    deep = max((x.shape[0] for p, x in tree.items() if names.stack_root(p)), default=0)
+    if deep > len(tensors):
+        raise ValueError(
+            f"{where}: the config says {deep} layers, but the files hold {len(tensors)} tensors"
+        )
+    expected = dict(n for path, leaf in tree.items() for n in names.torch_names(path, leaf.shape))
+    _compare(where, expected, {n: t.shape for n, t in tensors.items()})
+    return tree
+
+
+def shapes(checkpoint: disk.Checkpoint, component: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {path: shape} of the tree that a component's config describes."""
+    config = disk.component_config(checkpoint, component)
+    try:
+        return dict(_shapes(component, config))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{checkpoint.where}: no model can be built from the config of {component}: {text}"
+        ) from None
 
 
 def place(
@@ -109,28 +134,47 @@ def _examine(path, experts_only: bool) -> tuple[disk.Checkpoint, presets.ModelCo
     """Open a checkpoint and account for every tensor that is needed, before any is read."""
     checkpoint = disk.read(path)
     config = disk.model_config(checkpoint)
-    check = account.shapes if checkpoint.arrays else account.plan
+    check = shapes if checkpoint.arrays else plan
     for component in checkpoint.tensors:
         if component in _KEYS or not experts_only:
             check(checkpoint, component)
     return checkpoint, config
 
 
+@lru_cache(16)
+def _shapes(component: str, config) -> tuple:
+    tree = jax.eval_shape(lambda: disk.MODELS[component][1](jax.random.key(0), config))
+    return tuple(trees.flatten(tree).items())
+
+
+def _compare(where: str, expected: dict[str, tuple], got: dict[str, tuple]) -> None:
+    """Raise a one-line ValueError if names or shapes differ."""
+    missing = [f"{n} {s}" for n, s in expected.items() if n not in got]
+    unexpected = [f"{n} {s}" for n, s in got.items() if n not in expected]
+    both = [(n, got[n], s) for n, s in expected.items() if n in got]
+    wrong = [f"{n} is {shape}, expected {s}" for n, shape, s in both if shape != s]
+    parts = (("missing", missing), ("unexpected", unexpected), ("of wrong shape", wrong))
+    found = [f"{len(items)} {what}: {files.some(items)}" for what, items in parts if items]
+    if found:
+        raise ValueError(
+            f"{where} has {len(got)} tensors, expected {len(expected)}; {'; '.join(found)}; "
+            "the files do not match the config.json beside them"
+        )
+
+
 def _restore(checkpoint: disk.Checkpoint, mesh, dtype) -> dict:
     """Load the Orbax form, each process its own shards."""
-    shapes = {c: account.shapes(checkpoint, c) for c in checkpoint.configs}
 
     def target(where, leaf):
         return ocp.ArrayRestoreArgs(sharding=where, global_shape=leaf.shape)
 
-    targets = {
-        c: jax.tree.map(target, _shardings(flat, c, mesh), trees.unflatten(flat))
-        for c, flat in shapes.items()
-    }
+    targets = {}
+    for c in checkpoint.configs:
+        flat = shapes(checkpoint, c)
+        targets[c] = jax.tree.map(target, _shardings(flat, c, mesh), trees.unflatten(flat))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        stored = checkpointer.restore(
-            checkpoint.arrays, args=ocp.args.PyTreeRestore(restore_args=targets)
-        )
+        options = ocp.args.PyTreeRestore(restore_args=targets)
+        stored = checkpointer.restore(checkpoint.arrays, args=options)
     params = {}
     for component, tree in stored.items():
         if dtype is not None:
@@ -193,17 +237,15 @@ def _volume(bounds: Bounds) -> int:
 def _place(path: str, shape: tuple, parts: list[files.Tensor], dtype: np.dtype, where: dict):
     """Assemble one leaf on its devices. Shards that fill a box together are read together, equal
     ones once."""
-    target = where.get(path)
-    if target is None:
+    if (target := where.get(path)) is None:
         whole = tuple((0, n) for n in shape)
         return _shards(path, parts, whole, {whole: [None]}, dtype)[0]
     groups: dict[Bounds, list] = {}
     for device, index in target.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         groups.setdefault(bounds, []).append(device)
-    box = tuple(
-        (min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*groups, strict=True)
-    )
+    sides = [list(zip(*axis, strict=True)) for axis in zip(*groups, strict=True)]
+    box = tuple((min(los), max(his)) for los, his in sides)
     filled = sum(map(_volume, groups)) == _volume(box)
     jobs = [(box, groups)] if filled else [(bounds, {bounds: groups[bounds]}) for bounds in groups]
     shards = [x for job in jobs for x in _shards(path, parts, *job, dtype)]
@@ -271,8 +313,7 @@ def _send(part: np.ndarray, devices: list, into: tuple[list, int] | None, *, axe
         arrange = partial(_arrange, axes=axes, dtype=dtype, shape=shape)
         return sent if small else list(map(arrange, sent))
     buffers, start = into
-    pairs = zip(buffers, sent, strict=True)
-    return [_insert(buffer, x, start, axes=axes) for buffer, x in pairs]
+    return [_insert(b, x, start, axes=axes) for b, x in zip(buffers, sent, strict=True)]
 
 
 @partial(jax.jit, static_argnames=("axes", "dtype", "shape"))

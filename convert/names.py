@@ -41,8 +41,8 @@ def torch_names(path: str, shape: tuple) -> list[tuple[str, tuple]]:
     """Return [(torch name, torch shape)] of a path: one entry per layer if stacked, else one."""
     if stack_root(path) is None:
         return [(torch_name(path), torch_shape(path, shape))]
-    layers, inner = shape[0], torch_shape(path, shape[1:])
-    return [(torch_name(path, i), inner) for i in range(layers)]
+    inner = torch_shape(path, shape[1:])
+    return [(torch_name(path, layer), inner) for layer in range(shape[0])]
 
 
 def permutation(path: str, ndim: int) -> tuple[int, ...]:
@@ -50,9 +50,8 @@ def permutation(path: str, ndim: int) -> tuple[int, ...]:
 
     kernel: Linear [O,I] -> [I,O], ConvNd [O,I,spatial...] -> [spatial...,I,O]; others stay.
     """
-    if path.rpartition("/")[2] != "kernel":
-        return tuple(range(ndim))
-    return (*range(2, ndim), 1, 0)
+    kernel = path.rpartition("/")[2] == "kernel"
+    return (*range(2, ndim), 1, 0) if kernel else tuple(range(ndim))
 
 
 def torch_shape(path: str, shape: tuple) -> tuple:

@@ -59,14 +59,11 @@ def write_sampler(folder: pathlib.Path, said: dict) -> None:
     if "few_step" not in said or not (folder / "model_index.json").is_file():
         return
     index = disk.read_json(folder / "model_index.json")
-    index |= {"scheduler": ["few_step", "FewStepScheduler"]}
-    index |= {"boundary_ratio": said["sampler"]["boundary"]}
+    index["scheduler"] = ["few_step", "FewStepScheduler"]
+    index["boundary_ratio"] = said["sampler"]["boundary"]
     dump_json(folder / "model_index.json", index)
     dump_json(folder / "scheduler/scheduler_config.json", said["few_step"])
     shutil.copy(pathlib.Path(__file__).with_name("few_step.py"), folder / "scheduler")
-
-
-# ---- trees as lazy tensors ----
 
 
 def of_tree(tree) -> files.Tensors:
@@ -76,16 +73,13 @@ def of_tree(tree) -> files.Tensors:
     """
     tensors = {}
     for path, leaf in trees.flatten(tree).items():
-        gamma = path.endswith("/gamma")
         for layer, (name, shape) in enumerate(names.torch_names(path, leaf.shape)):
             at = (layer,) if names.stack_root(path) else ()
             axes = names.permutation(path, len(leaf.shape) - len(at))
             read = partial(_gather, leaf, at, axes)
-            core = leaf.shape if gamma else shape
+            core, ones = shape[: len(axes)], tuple(range(len(axes), len(shape)))
             tensor = files.Tensor(core, np.dtype(leaf.dtype), read, "memory")
-            if gamma:
-                tensor = files.unsqueeze(tensor, tuple(range(1, len(shape))))
-            tensors[name] = tensor
+            tensors[name] = files.unsqueeze(tensor, ones)  # those of the VAE's gamma
     return tensors
 
 
@@ -114,9 +108,6 @@ def stored(component: str, name: str, tensor: files.Tensor, dtype) -> files.Tens
     if dtype is None or keep or not jnp.issubdtype(tensor.dtype, jnp.floating):
         return tensor
     return files.cast(tensor, dtype)
-
-
-# ---- folders ----
 
 
 @contextmanager
@@ -154,8 +145,7 @@ def write_component(folder, component: str, tensors: files.Tensors, config: dict
             files.touch(tensor)
         return
     (folder / component).mkdir()
-    encoder = component in ("text_encoder", "image_encoder")
-    stem = "model" if encoder else "diffusion_pytorch_model"
+    stem = "model" if component.endswith("_encoder") else "diffusion_pytorch_model"
     files.write_sharded(folder / component, stem, tensors)
     dump_json(folder / component / "config.json", config)
 

@@ -21,12 +21,11 @@ Inputs = dict[str, np.ndarray | None]
 def verify(source: disk.Checkpoint, converted: disk.Checkpoint) -> list[tuple[str, float]]:
     """Return [(expert block, relative error in float32)] of the converted checkpoint."""
     out = []
-    for component in [c for c in ("transformer", "transformer_2") if c in source.tensors]:
+    for component in [c for c in disk.EXPERTS.values() if c in source.tensors]:
         config = disk.component_config(source, component)
         text = 512 if config.image_dim else config.text_len  # diffusers splits image and text there
-        one = dataclasses.replace(
-            config, num_layers=1, dtype="float32", remat="none", text_len=text
-        )
+        settings = {"num_layers": 1, "dtype": "float32", "remat": "none", "text_len": text}
+        one = dataclasses.replace(config, **settings)
         model, given = _torch_model(one), _inputs(one)
         cond = None if given["image"] is None else {"image": given["image"]}
         shapes = trees.flatten(jax.eval_shape(partial(wan.init, config=one), jax.random.key(0)))
@@ -83,6 +82,5 @@ def _one_layer(tensors: files.Tensors, layer: int) -> files.Tensors:
     """The tensors of one block, as block 0, and of everything outside the blocks."""
     mine = f"blocks.{layer}."
     rest = {n: t for n, t in tensors.items() if not n.startswith("blocks.")}
-    return rest | {
-        "blocks.0." + n[len(mine) :]: t for n, t in tensors.items() if n.startswith(mine)
-    }
+    block = {n.removeprefix(mine): t for n, t in tensors.items() if n.startswith(mine)}
+    return rest | {f"blocks.0.{n}": t for n, t in block.items()}

@@ -2,15 +2,24 @@
 
 python -m convert.weights SRC --to diffusers|original|comfyui|orbax --out DST
 python -m convert.weights SRC --to diffusers --out DST --lora F:high@1.0 --lora F:low@0.5
+
+merged = cast(float32(W) + strength · (alpha/rank · B A + dense change))
+rounding of a merge: |merged − (W + ΔW)| / |ΔW|, over all touched weights; large when ΔW is below
+the resolution of the stored dtype
 """
 
 import argparse
 import dataclasses
+import math
 import sys
+from dataclasses import dataclass
 
-from convert import account, disk, files, layouts, lora, merge, names, verify
+import numpy as np
+
+from convert import disk, files, layouts, lora, names, save, verify
 from convert.load import load as load  # public names
 from convert.load import model_config as model_config
+from convert.load import plan
 from convert.lora import adapter, read
 
 
@@ -45,7 +54,7 @@ def convert(args) -> None:
     special = names.special_variant(checkpoint.tensors.get("transformer", ()))
     for component in checkpoint.tensors:
         if not (special and component.startswith("transformer")):
-            account.plan(checkpoint, component)
+            plan(checkpoint, component)
     if args.verify and special:
         raise ValueError(f"{checkpoint.where}: wanjax cannot run this variant; drop --verify")
     merged, roundings = checkpoint, []
@@ -67,6 +76,55 @@ def convert(args) -> None:
         print(f"verify: {len(errors)} blocks, worst relative error {worst[1]:.2e} at {worst[0]}")
 
 
+@dataclass
+class Rounding:
+    """What storing merged weights lost, filled while they are written."""
+
+    error: float = 0.0  # sum of squares of stored − exact
+    change: float = 0.0  # sum of squares of the exact change
+    moved: int = 0
+    total: int = 0
+
+    def __str__(self):
+        relative = math.sqrt(self.error / self.change) if self.change else 0.0
+        return (
+            f"{self.moved / max(self.total, 1):.1%} of {self.total:,} touched weights moved; "
+            f"rounding is {relative:.2e} of the change"
+        )
+
+
+def merge(tensors: files.Tensors, added: adapter.Adapter, expert, strength, dtype, component: str):
+    """Return (tensors with the adapter added in float32 when read, Rounding filled by reading)."""
+    rounding = Rounding()
+    out = dict(tensors)
+    pairs, dense = added.modules.get(expert, {}), added.dense.get(expert, {})
+    for name in {*(f"{m}.weight" for m in pairs), *dense}:
+        base, pair = out[name], pairs.get(name.removesuffix(".weight"))
+        final = save.stored(component, name, base, dtype)
+        extra = dense[name].astype(np.float32).reshape(base.shape) if name in dense else None
+
+        def read(index, base=base, pair=pair, extra=extra, final=final):
+            w = base.read(index).astype(np.float32)
+            change = np.zeros_like(w)
+            if pair is not None:
+                b, a = pair.b[index[0]].astype(np.float32), pair.a.astype(np.float32)
+                rows = (pair.scale * strength) * (b @ a)
+                change += rows.reshape(len(b), *base.shape[1:])[:, *index[1:]]
+            if extra is not None:
+                change += strength * extra[index]
+            exact = w + change
+            result = exact.astype(final.dtype)
+            kept = result.astype(np.float32)
+            rounding.error += float(np.square(kept - exact, dtype=np.float64).sum())
+            rounding.change += float(np.square(change, dtype=np.float64).sum())
+            rounding.moved += int((kept != w.astype(final.dtype).astype(np.float32)).sum())
+            rounding.total += w.size
+            return result
+
+        out[name] = dataclasses.replace(base, dtype=final.dtype, read=read, compact=None)
+    return out, rounding
+
+
 def table(rows: list[tuple]) -> str:
     """Align rows of text."""
     widths = [max(len(str(r[k])) for r in rows) for k in range(len(rows[0]))]
@@ -86,9 +144,8 @@ def _merge_file(checkpoint: disk.Checkpoint, text: str, args):
     tensors, roundings = dict(checkpoint.tensors), []
     for side in [e for e in adapter.EXPERTS if e in found.experts]:
         component = disk.EXPERTS[side]
-        tensors[component], rounding = merge.merge(
-            tensors[component], found, side, strength, dtype, component
-        )
+        part = tensors[component]
+        tensors[component], rounding = merge(part, found, side, strength, dtype, component)
         roundings.append(rounding)
     return dataclasses.replace(checkpoint, tensors=tensors), roundings
 

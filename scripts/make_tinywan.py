@@ -4,12 +4,12 @@
     python scripts/make_tinywan.py encode --out DIR     render clips, encode them for the experts
     python scripts/make_tinywan.py dit --out DIR        train text encoder and both experts
     python scripts/make_tinywan.py evaluate --out DIR   strict success by steps and guidance
-    python scripts/make_tinywan.py all --out DIR        the four above, one after the other
+    python scripts/make_tinywan.py all --out DIR        the four above, in order
     python scripts/make_tinywan.py export --out DIR --to wanjax/assets/tinywan22
 
-Every command stops after --minutes with its state in DIR and goes on from there when it is started
-again. Clips are rendered on the device, and split over devices where there are several (two CPU
-devices, JAX_NUM_CPU_DEVICES=2, use two cores better than one does). The VAE learns reconstruction
+Every command stops after --minutes with its state in DIR and resumes from there when run again.
+Clips are rendered on the device and split across devices if there are several (two CPU devices,
+JAX_NUM_CPU_DEVICES=2, use two cores better than one device does). The VAE learns reconstruction
 with a small KL term:
 
     |x - d(z)| + (x - d(z))^2 + kl * KL(q(z|x) || N(0, 1)),   means over pixels and over latents.
@@ -64,7 +64,7 @@ TEXT = umt5.UMT5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
 WAN = wan.WanConfig(
     num_attention_heads=4, attention_head_dim=32, num_layers=4, ffn_dim=384, text_dim=64
 )
-FAST = (  # on CPUs blocks computed twice are quicker than blocks kept
+FAST = (  # on CPUs recomputing blocks is faster than storing them
     dict(dtype="float32", remat="full")
     if jax.default_backend() == "cpu"
     else dict(dtype="bfloat16", remat="none")
@@ -72,11 +72,11 @@ FAST = (  # on CPUs blocks computed twice are quicker than blocks kept
 TRAIN = dataclasses.replace(WAN, attention="xla", **FAST)
 SHIFT, BOUNDARY, GUIDANCE, STEPS = 5.0, 0.875, 2.0, 10
 LATENT = (1 + (shapes.FRAMES - 1) // 4, shapes.SIZE // 8, shapes.SIZE // 8, Z)
-CHUNK = LATENT[0] - 1  # all latent frames after the first at once
-TOKENS = 17  # the longest caption with its end token; rows up to 512 are zero and count exactly
+CHUNK = LATENT[0] - 1  # all latent frames after the first, at once
+TOKENS = 17  # longest caption plus end token; rows up to 512 are zero and accounted for exactly
 UNFINISHED = """
 **Unfinished.** Pre-training was stopped before it reached its target success. The files are
-complete and load everywhere, but samples show little of what their captions say.
+complete and load everywhere, but samples barely match their captions.
 """
 CATEGORIES = [(split, count) for split in ("train", "heldout") for count in (1, 2)]
 
@@ -95,7 +95,7 @@ def main():
         with sharding.use_mesh(sharding.make_mesh({"data": -1})):
             done = stage(args)
         if not done:
-            print(f"{stage.__name__}: out of time, start the same command again", flush=True)
+            print(f"{stage.__name__}: out of time, run the same command again", flush=True)
             break
 
 
@@ -103,7 +103,7 @@ def main():
 
 
 def train_vae(args):
-    """Train the VAE and measure its latents; returns False when the time ran out."""
+    """Train the VAE and measure its latents; returns False when out of time."""
     state, done = _load(args.out, "vae", "vae_mu", "vae_nu"), _info(args.out, "vae")
     step = done.get("step", 0)
     if step >= args.vae_steps:
@@ -161,8 +161,8 @@ def train_vae(args):
 def _vae_init():
     """Random parameters that train from the first step.
 
-    Output starts near grey, since the clamp of decode() gives no gradient outside [-1, 1]; and grey
-    input must not become a zero vector, where the gradient of the channel norm is 1e12.
+    Output starts near grey, since decode()'s clamp has no gradient outside [-1, 1]; and grey input
+    must not map to a zero vector, where the gradient of the channel norm is 1e12.
     """
     params = vae.init(jax.random.key(0), VAE)
     params["decoder"]["conv_out"]["kernel"] *= 0.1
@@ -172,7 +172,7 @@ def _vae_init():
 
 
 def _vae_report(params, table, args):
-    """Latent mean and std per channel, PSNR in dB and strict success of reconstructions."""
+    """Latent mean and std per channel; PSNR in dB and strict success of reconstructions."""
     encode = jax.jit(functools.partial(vae.encode, config=VAE, step=CHUNK))
     decode = jax.jit(functools.partial(vae.decode, config=VAE, step=CHUNK))
     draw_rows, render = jax.jit(draw), jax.jit(shapes.render)
@@ -194,7 +194,7 @@ def _vae_report(params, table, args):
 
 
 def vae_config(info):
-    """The VAE's config with the measured statistics, rounded as they are stored."""
+    """The VAE's config with the measured statistics, rounded as stored."""
     mean, std = (tuple(round(v, 4) for v in info[k]) for k in ("mean", "std"))
     return dataclasses.replace(VAE, latents_mean=mean, latents_std=std)
 
@@ -203,7 +203,7 @@ def vae_config(info):
 
 
 def encode_bank(args):
-    """Render and encode the clips that the experts learn from; False when the time ran out."""
+    """Render and encode the clips the experts learn from; False when out of time."""
     if (args.out / "bank.safetensors").is_file():
         return True
     config, vae_params = vae_config(_info(args.out, "vae")), _load(args.out, "vae")[0]
@@ -227,11 +227,12 @@ def encode_bank(args):
 
 
 def train_dit(args):
-    """Train text encoder and experts, round by round; False when the time ran out.
+    """Train text encoder and experts, round by round; False when out of time.
 
-    Until --image_steps the clips are first frames alone, which teach words, shapes and places at a
-    fraction of the cost. Until --shared_steps one network learns all times; its two copies then
-    become the experts. The rate is constant between its warm-up and the last --decay_steps.
+    Until --image_steps, clips are reduced to their first frames, which teach words, shapes and
+    positions at a fraction of the cost. Until --shared_steps, one network learns all times; two
+    copies of it then become the experts. The rate is constant between warm-up and the last
+    --decay_steps.
     """
     done = _info(args.out, "dit")
     if done.get("finished") or done.get("step", 0) >= args.dit_steps:
@@ -303,7 +304,7 @@ def train_dit(args):
 
 
 def _expert_init(key):
-    """Random parameters with open gates and zero output, which learn faster than wan.init's."""
+    """Random parameters with open gates and zero output; they learn faster than wan.init's."""
     params = wan.init(key, WAN)
     table = params["blocks"]["scale_shift_table"]
     params["blocks"]["scale_shift_table"] = (0.1 * table).at[:, :, 2::3].set(1.0)
@@ -318,7 +319,7 @@ def _fork(tree):
 
 
 def _pick_batch(bank, key, batch, images):
-    """(latents, rows) of clips of the bank, or of their first frames, and a key for the loss."""
+    """(latents, rows) of clips from the bank, or of their first frames, and a key for the loss."""
     k_pick, key = jax.random.split(key)
     chosen = jax.random.randint(k_pick, (batch,), 0, len(bank["rows"]))
     latents = bank["latents"][:, :1] if images else bank["latents"]
@@ -327,7 +328,7 @@ def _pick_batch(bank, key, batch, images):
 
 
 def _dit_loss(params, x0, rows, key):
-    """Sum of the experts' flow losses on one batch, and each of them."""
+    """Sum of the experts' flow losses on one batch, and the individual losses."""
     _, ids_MS, mask_MS = caption_table()
     k_drop, k_low, k_high = jax.random.split(key, 3)
     rows = jnp.where(jax.random.uniform(k_drop, rows.shape) < 0.1, len(ids_MS) - 1, rows)
@@ -354,7 +355,7 @@ def _dit_loss(params, x0, rows, key):
 
 
 def evaluate(args):
-    """Strict success by steps and guidance, and sample clips, into DIR."""
+    """Write strict success by steps and guidance, and sample clips, to DIR."""
     config, vae_params = vae_config(_info(args.out, "vae")), _load(args.out, "vae")[0]
     ema = _load(args.out, "ema")[0]
     rows = _info(args.out, "evaluate").get("rows", [])
@@ -383,7 +384,7 @@ def evaluate(args):
 def _sampler(config, steps, size):
     """Function (params, vae params, captions, guidance) -> frames [B,T,H,W,3] in [-1, 1].
 
-    Takes up to `size` captions and always runs as many, so that it compiles once.
+    Takes up to `size` captions and always runs `size` of them, so that it compiles once.
     """
     plan = schedule.make_schedule("unipc", steps, SHIFT, BOUNDARY)
 
@@ -414,7 +415,7 @@ def _sampler(config, steps, size):
 
 
 def success(frames, captions):
-    """Fraction of strict successes of frames in [-1, 1]; chunks go to threads."""
+    """Fraction of strict successes for frames in [-1, 1]; chunks are scored in threads."""
     chunks = [slice(i, i + 16) for i in range(0, len(captions), 16)]
     score = lambda part: shapes.reward(_bytes(frames[part]), captions[part])[1]["strict"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -454,7 +455,7 @@ def text_config():
 
 
 def captions_of(split, count, most, seed):
-    """A seeded draw of `most` captions, or all where there are fewer (60 held-out with one)."""
+    """A seeded draw of `most` captions, or all if there are fewer (60 held-out with one object)."""
     return shapes.prompts(split, count, min(most, len(shapes.specs(split, count))), seed)
 
 
@@ -481,8 +482,8 @@ def _split(x_BTHWC):
 
 
 def export(args):
-    """Write the diffusers folder with its card; returns True."""
-    from convert import save  # only this command, on any machine, needs them
+    """Write the diffusers folder and its model card; returns True."""
+    from convert import save  # only this command needs them
     from wanjax.data import video
 
     infos = {name: _info(args.out, name) for name in ("vae", "dit", "evaluate")}
@@ -559,8 +560,9 @@ guidance {args.guidance:g} for both experts, negative prompt "" (the null condit
 
 ## Strict success (%)
 
-{infos["evaluate"]["prompts"]} captions a cell (60 for held out, 1), fixed noise, UniPC. Success:
-colour, shape and direction of every object and the background are right, nothing else is there.
+{infos["evaluate"]["prompts"]} captions per cell (60 for held out, 1), fixed noise, UniPC. Success:
+every object has the right colour, shape and direction, the background is right, and nothing else
+appears.
 
 | steps | guidance | train, 1 object | train, 2 objects | held out, 1 | held out, 2 |
 |---|---|---|---|---|---|
@@ -603,7 +605,7 @@ VAE {infos["vae"]["step"]} steps in {infos["vae"]["trained"]}; text encoder and 
 
 
 def SEED(number):
-    """The key of one purpose."""
+    """The random key for one purpose."""
     return jax.random.fold_in(jax.random.key(2022), number)
 
 
@@ -631,7 +633,7 @@ def _save_info(folder, name, info):
 
 
 def _machine():
-    """The devices in words."""
+    """The devices, as text."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return f"{os.cpu_count()} CPU cores"
@@ -645,8 +647,8 @@ def _moments(opt):
 
 
 def _with_moments(opt, moments, step):
-    """An optimizer state as it was after `step` steps."""
-    mu, nu = moments  # every counter is its own buffer, since the state is donated
+    """The optimizer state after `step` steps."""
+    mu, nu = moments  # a separate buffer per counter, since the state is donated
     inner = [s._replace(count=jnp.array(step)) if "count" in s._fields else s for s in opt[1]]
     return (opt[0], (inner[0]._replace(mu=mu, nu=nu), *inner[1:]))
 
@@ -657,26 +659,30 @@ def _arguments():
     parser.add_argument("--out", type=pathlib.Path, required=True, help="state folder")
     parser.add_argument("--to", type=pathlib.Path, help="model folder to write (export)")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop and save after this long")
-    parser.add_argument("--vae", type=pathlib.Path, help="take the VAE of this model folder")
+    parser.add_argument("--vae", type=pathlib.Path, help="use this model folder's VAE")
     parser.add_argument(
-        "--vae_trained", default="282 s on one NVIDIA H100", help="how it was, for the card"
+        "--vae_trained", default="282 s on one NVIDIA H100", help="how it was trained, for the card"
     )
     parser.add_argument("--vae_steps", type=int, default=5000)
     parser.add_argument("--vae_batch", type=int, default=64)
     parser.add_argument("--vae_rate", type=float, default=2e-3)
     parser.add_argument("--kl", type=float, default=3e-4)
     parser.add_argument("--bank", type=int, default=131072, help="clips the experts learn from")
-    parser.add_argument("--ones", type=float, default=0.3, help="share of them with one object")
+    parser.add_argument("--ones", type=float, default=0.3, help="fraction of them with one object")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--dit_steps", type=int, default=16000)
     parser.add_argument(
-        "--shared_steps", type=int, default=4000, help="steps before the experts part"
+        "--shared_steps", type=int, default=4000, help="steps before the experts split"
     )
     parser.add_argument("--image_steps", type=int, default=4000, help="steps on single frames")
     parser.add_argument("--image_batch", type=int, default=512)
-    parser.add_argument("--decay_steps", type=int, default=4000, help="last steps, rate to 2 %%")
+    parser.add_argument(
+        "--decay_steps", type=int, default=4000, help="final steps, decaying to 2 %%"
+    )
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--ema", type=float, default=1e-3, help="least weight of a step in the EMA")
+    parser.add_argument(
+        "--ema", type=float, default=1e-3, help="minimum weight of a step in the EMA"
+    )
     parser.add_argument("--round_steps", type=int, default=1000, help="steps between evaluations")
     parser.add_argument("--target", type=float, default=0.6, help="held-out success that ends dit")
     parser.add_argument("--prompts", type=int, default=128, help="captions per evaluation")

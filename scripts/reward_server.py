@@ -1,10 +1,10 @@
-"""Serve a reward by HTTP, for wanjax's http reward: the example of a judge server.
+"""Serve a reward over HTTP, for wanjax's http reward: an example judge server.
 
     python -m scripts.reward_server "pickscore?model=/models/PickScore_v1" --port 9000
     python -m wanjax.train ... with config.reward["http?url=http://127.0.0.1:9000"] = 1.0
 
-Requests and answers are described in wanjax/rewards/http.py. Requests are scored one at a time.
-There is no authentication: keep it on the loopback, or on a network of your own with --host.
+The protocol is described in wanjax/rewards/http.py. Requests are scored one at a time. There is no
+authentication: keep it on the loopback interface, or on a private network with --host.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from wanjax.rewards import http
 
 
 def make_server(reward, host: str = "127.0.0.1", port: int = 0) -> server.ThreadingHTTPServer:
-    """A server of reward(video, prompts, meta); port 0 takes a free one (server.server_port)."""
+    """A server for reward(video, prompts, meta); port 0 picks a free one (server.server_port)."""
     one_at_a_time = threading.Lock()
 
     class Handler(server.BaseHTTPRequestHandler):
@@ -33,7 +33,7 @@ def make_server(reward, host: str = "127.0.0.1", port: int = 0) -> server.Thread
             try:
                 with one_at_a_time:
                     scores, info = reward(video, prompts, None)
-            except Exception as error:  # the server outlives a request
+            except Exception as error:  # the server survives a bad request
                 return self.answer(500, f"{type(error).__name__}: {error}")
             rows = {name: np.asarray(row, float).tolist() for name, row in info.items()}
             scores = np.asarray(scores, float).tolist()
@@ -53,7 +53,7 @@ def make_server(reward, host: str = "127.0.0.1", port: int = 0) -> server.Thread
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Serve a reward by HTTP.")
+    parser = argparse.ArgumentParser(description="Serve a reward over HTTP.")
     parser.add_argument("reward", help="name of a reward as in config.reward")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Set up .venv with all that the tests need (first time only), then lint, check types and test on the CPU.
+# Set up .venv with everything the tests need (first time only), then lint, type-check and test on the CPU.
 # Usage: bash scripts/test.sh [pytest arguments]
 #   WORKERS=4 bash scripts/test.sh          pytest processes, about 2 GB each
-#   bash scripts/test.sh tests/models       a part of the tests
+#   bash scripts/test.sh tests/models       a subset of the tests
 set -euo pipefail
 WORKERS=${WORKERS:-2}
 
@@ -10,5 +10,5 @@ source "$(dirname "$0")/venv.sh" "[dev]"
 run "$PY" -m ruff check .
 run "$PY" -m ruff format --check .
 run "$PY" -m pyright
-# worksteal: a file stays in one process, which has compiled its programs already
+# worksteal keeps a file in one process, which has already compiled its programs
 run "$PY" -m pytest -n "$WORKERS" --dist worksteal "$@"

@@ -3,9 +3,9 @@
     python scripts/tiny_tokenizer.py FOLDER a red circle moving left ...
 
 Ids: <pad> 0, </s> 1 (appended to every prompt), <unk> 2, "▁" 3 (a word start), then the words, then
-printable ASCII. A word outside the list falls apart into characters; other characters are <unk>.
-Everything is what transformers' T5Tokenizer class keeps when it rebuilds a tokenizer.json
-(a Unigram model; neither byte fallback nor lowercasing survive), so diffusers' WanPipeline and
+printable ASCII. A word outside the list is split into characters; other characters are <unk>.
+Only features that transformers' T5Tokenizer keeps when it rebuilds a tokenizer.json are used
+(a Unigram model; neither byte fallback nor lowercasing survives), so diffusers' WanPipeline and
 wanjax.data.text give the same ids.
 """
 
@@ -22,7 +22,7 @@ def build_tiny_tokenizer(words: list[str], folder) -> int:
     if bad:
         raise ValueError(f"words must be free of whitespace and '▁', got {bad[0]!r}")
     characters = string.ascii_letters + string.digits + string.punctuation
-    # The path with the largest sum of scores wins: a whole word beats its characters.
+    # The path with the highest total score wins: a whole word beats its characters.
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(character, -4.0) for character in characters]

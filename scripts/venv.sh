@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make or update .venv for the pyproject.toml at hand; sourced by the other scripts, which then call $PY.
+# Create or update .venv for the current pyproject.toml; sourced by the other scripts, which then call $PY.
 # Usage: source scripts/venv.sh EXTRAS      EXTRAS: "" (to run) or "[dev]" (to test)
 set -euo pipefail
-PYTHON=${PYTHON:-python3}   # the interpreter that .venv is made from, 3.11 or newer
+PYTHON=${PYTHON:-python3}   # interpreter to create .venv with, 3.11 or newer
 EXTRAS=$1
 
 run() { echo "+ $*"; "$@"; }
@@ -16,7 +16,7 @@ if [ ! -x "$PY" ]; then
   }
   run "$PYTHON" -m venv .venv
 fi
-# A stamp names what was installed; the dev extras include all that running needs.
+# The stamp records what was installed; the dev extras include everything needed to run.
 stamp=$("$PY" -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:16])')
 if [ ! -e ".venv/.installed-$stamp-[dev]" ] && [ ! -e ".venv/.installed-$stamp-$EXTRAS" ]; then
   run "$PY" -m pip install --disable-pip-version-check --progress-bar off -q -e ".$EXTRAS"

@@ -3,7 +3,6 @@ artefacts."""
 
 import itertools
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -16,16 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from configs import default, quickstart, sft_wan22
 from convert import lora as convert_lora
 from convert import weights
 from tests import tiny
-from wanjax import export, sample, sampling, train, trees
+from wanjax import export, sample, train, trees
 from wanjax import setup as setups
 from wanjax.algorithms import grpo, nft, sft
 from wanjax.data import __main__ as data_command
 from wanjax.data import latents
-from wanjax.rewards import shapes
 from wanjax.run import checkpoint, metrics
 
 
@@ -132,20 +129,6 @@ def test_sigkill_at_random_instants_ends_with_the_same_bits(whole, model, tmp_pa
     _same_run(run, whole)
 
 
-def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
-    own = dict(eval__steps=2, eval__grid="unipc", eval__solver="unipc", eval__guidance__high=1.0)
-    config = tiny.make_config(model, tmp_path, **own)
-    seen, generate = [], sampling.generate
-    spy = lambda *args, plan, **kw: seen.append(plan) or generate(*args, plan=plan, **kw)
-    monkeypatch.setattr(sampling, "generate", spy)
-    monkeypatch.setattr(grpo, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        train.main(config)
-    assert [own.schedule.steps for own in seen] == [2] and config.sampling.steps == 6
-    assert seen[0].solver == seen[0].schedule.grid == "unipc" != config.sampling.solver
-    assert seen[0].guidance.high == 1.0 and seen[0].guidance.low == tiny.MODEL.sampling.guidance.low
-
-
 def test_a_finished_run_has_all_its_artefacts(whole):
     summary = json.loads((whole / "summary.json").read_text())
     assert {"reward_before", "reward_after", "seconds", "report", "steps"} <= set(summary)
@@ -171,121 +154,11 @@ def test_an_output_folder_of_another_config_is_refused(whole, model):
         train.main(config)
 
 
-@pytest.mark.parametrize("changes, text", [
-    (dict(mesh__data=3), "change config.mesh"),
-    (dict(experts=("mid",)), "config.experts names 'mid'"),
-    (dict(algorithm="ppo"), "config.algorithm is 'ppo'"),
-    (dict(sampling__height=20), "config.sampling.height"),
-    (dict(sampling__frames=6), "config.sampling.frames is 6"),
-    (dict(sampling__vae_tile=20), "config.sampling.vae_tile is 20"),
-    (dict(sampling__grid="cosine"), "sampling.grid is 'cosine'"),
-    (dict(sampling__solver="rk9"), "solver is 'rk9'; set config.sampling.solver"),
-    (dict(eval__grid="explicit"), r"config.eval with its own grid 'explicit': sampling.sigmas is"),
-    (dict(eval__solver="rk9"), "solver is 'rk9'; .* or config.eval.solver"),
-    (dict(sampling__batch=3), "config.sampling.batch = 3"),
-    (dict(sde__window=7), "window"),
-    (dict(prompts="missing.txt"), "no prompts file at missing.txt"),
-    (dict(micro_samples=5), "a batch of 3 samples does not divide over mesh.data"),
-    (dict(micro_samples=4), "a batch of 4 samples does not divide over mesh.data"),
-    (dict(micro_steps=0), "config.micro_steps is 0; expected at least 1"),
-    (dict(save_every=0), "config.save_every is 0; expected at least 1"),
-    (dict(steps=-1), "config.steps is -1; expected at least 0"),
-    (dict(adv_clip_max=0.0), "config.adv_clip_max is 0.0; expected above 0"),
-    (dict(clip__low=math.nan), "config.clip.low is nan; expected above 0"),
-    (dict(data__caption_dropout=1.5), "config.data.caption_dropout is 1.5; expected in .0, 1."),
-    (dict(roles__critic__optim__low__b1=1.0), "roles.critic.optim.low.b1 is 1.0; expected in .0, "),
-    (dict(guidance__mode="both"), "config.guidance.mode is 'both'"),
-    (dict(model__remat="some"), "config.model.remat is 'some'; expected one of .'none', 'full'"),
-    (dict(model__dtype="half"), "config.model.dtype is 'half'"),
-    (dict(roles__critic__param_dtype="fp8"), "config.roles.critic.param_dtype is 'fp8'"),
-    (dict(experts=("low", "low")), "config.experts is .'low', 'low'.; expected .*, each once"),
-    (dict(lora__targets=()), "config.lora.targets is empty"),
-    (dict(name=""), "config.name is empty"),
-    (dict(sde__eta=-1.0), "sde.eta is -1.0"),
-    (dict(lora__rank=0, model__param_dtype="int8"), "param_dtype 'int8' is for frozen weights"),
-    (dict(lora__rank=0, lora__start=("a.safetensors",)), "config.lora.rank is 0"),
-    (dict(lora__rank=0, model__offload=True), "model.offload .* found lora.rank 0"),
-    (dict(algorithm="dmd2", model__offload=True), "model.offload .* found algorithm 'dmd2'"),
-    (dict(reward_failure="wait"), "config.reward_failure is 'wait'"),
-    (dict(best_of=3), "config.best_of is 3"),
-    (dict(updates=5), "config.updates"),
-    (dict(lora__targets=("blocks/attn3/q",)), "matches no layer"),
-    (dict(model__path="nowhere"), "nowhere"),
-    (dict(wandb="yes"), "config.wandb is 'yes'"),
-])  # fmt: skip
-def test_config_errors_come_before_weights_and_name_the_key(
-    model, tmp_path, monkeypatch, changes, text
-):
-    monkeypatch.setattr(weights, "load", _not_reached)
-    config = tiny.make_config(model, tmp_path, **changes)
-    with pytest.raises(ValueError, match=text) as error:
-        train.main(config)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def _not_reached(*args, **kwargs):
-    raise AssertionError("weights are read")
-
-
-@pytest.mark.parametrize("changes, text", [
-    (dict(mesh__data=1, mesh__fsdp=3), "mesh .* has 3 places but 8 devices"),
-    (dict(mesh__data=-1, micro_samples=3), "a batch of 2 samples does not divide over mesh.data"),
-    (dict(sampling__batch=4), "a batch of 4 samples does not divide over mesh.data"),
-    (dict(experts=("middle",)), "config.experts names 'middle' but the model has"),
-    (dict(sampling__height=20), "size 20x16 does not divide"),
-    (dict(lora__targets=("blocks/attn9/q",)), "matches no layer"),
-    (dict(eval__steps=2, eval__solver="none"), "config.eval with its own"),
-])  # fmt: skip
-def test_what_the_headers_tell_is_refused_before_a_byte_of_weights(
-    model, tmp_path, monkeypatch, changes, text
-):
-    monkeypatch.setattr(weights, "load", _not_reached)
-    with pytest.raises(ValueError, match=text) as error:
-        train.main(tiny.make_config(model, tmp_path, **changes))
-    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
-
-
 def test_an_adapter_to_start_from_is_checked_before_weights(model, whole, tmp_path, monkeypatch):
     files = tuple(str(f) for f in sorted((whole / "export").glob("*.safetensors")))
-    monkeypatch.setattr(weights, "load", _not_reached)
+    monkeypatch.delattr(weights, "load")
     with pytest.raises(ValueError, match="set config.lora.rank and targets to those it was"):
         train.main(tiny.make_config(model, tmp_path, lora__start=files, lora__rank=4))
-
-
-def test_a_damaged_checkpoint_is_refused_by_its_headers(model, tmp_path, monkeypatch):
-    broken = shutil.copytree(model, tmp_path / "broken")
-    config = json.loads((broken / "transformer/config.json").read_text())
-    (broken / "transformer/config.json").write_text(json.dumps(config | {"num_layers": 3}))
-    second = json.loads((broken / "transformer_2/config.json").read_text())
-    (broken / "transformer_2/config.json").write_text(json.dumps(second | {"num_layers": 3}))
-    monkeypatch.setattr(weights, "load", _not_reached)
-    with pytest.raises(ValueError, match="transformer has .* tensors, expected .*; .* missing"):
-        train.main(tiny.make_config(str(broken), tmp_path, prompts="shapes:train:1"))
-
-
-def test_parts_of_the_grammars_prompts_are_disjoint_and_complete():
-    whole = setups.prompts("shapes:train:1")
-    parts = [setups.prompts(f"shapes:train:1:{i}/3") for i in range(3)]
-    assert sorted(sum(parts, ())) == sorted(whole) == sorted(shapes.prompts("train", 1))
-    assert len(set(whole)) == sum(map(len, parts))
-    for wrong in ("shapes:train", "shapes:test:1", "shapes:train:3", "shapes:train:1:2/2"):
-        with pytest.raises(ValueError, match=f"prompts '{wrong}' are unknown; expected a file"):
-            setups.prompts(wrong)
-
-
-def test_an_unknown_key_is_named_with_the_nearest_one():
-    config = default.get_config().to_dict()
-    config["optim"]["high"]["learning_rate"] = 1.0
-    config["sampling"]["shfit"] = 3.0
-    with pytest.raises(ValueError, match="did you mean config.sampling.shift"):
-        setups.check_keys({"sampling": config["sampling"]}, default.get_config().to_dict())
-    with pytest.raises(ValueError, match=r"config.optim.high.learning_rate is unknown"):
-        setups.check_keys({"optim": config["optim"]}, default.get_config().to_dict())
-
-
-def test_the_quickstart_config_has_only_known_keys():
-    setups.check_keys(quickstart.get_config().to_dict(), default.get_config().to_dict())
 
 
 def test_dry_run_writes_nothing(model, tmp_path, capsys):
@@ -478,11 +351,3 @@ def test_errors_of_data_come_before_compiling(model, cached, tmp_path, changes, 
     with pytest.raises(ValueError, match=text) as error:
         train.main(config)
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
-
-
-def test_the_sft_config_has_only_known_keys():
-    for preset in ("", "high", "low"):
-        config = sft_wan22.get_config(preset)
-        setups.check_keys(config.to_dict(), default.get_config().to_dict())
-    with pytest.raises(ValueError, match="preset 'mid' is unknown"):
-        sft_wan22.get_config("mid")

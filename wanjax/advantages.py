@@ -56,7 +56,17 @@ def group_advantages(rewards, preset: str, *, weights=None) -> np.ndarray:
     """
     if preset not in PRESETS:
         raise ValueError(f"advantage.preset is {preset!r}; expected one of {', '.join(PRESETS)}")
-    rewards_MPK, weights_M = _as_multi(rewards, weights)
+    rewards_MPK = np.asarray(rewards, np.float64)
+    if rewards_MPK.ndim == 2:
+        rewards_MPK = rewards_MPK[None]
+    if rewards_MPK.ndim != 3:
+        raise ValueError(f"rewards have shape {rewards_MPK.shape}; expected [P, K] or [M, P, K]")
+    weights_M = np.ones(1) if weights is None else np.asarray(weights, np.float64)
+    if weights_M.shape != rewards_MPK.shape[:1]:
+        raise ValueError(
+            f"reward weights have shape {weights_M.shape} for {len(rewards_MPK)} rewards; "
+            f"set one reward.weight per reward"
+        )
     if preset == "gdpo":
         each_MPK = np.stack([_normalise(r_PK, PRESETS[preset]) for r_PK in rewards_MPK])
         return _normalise(np.tensordot(weights_M, each_MPK, 1), _GDPO_TOTAL)
@@ -82,22 +92,6 @@ def best_of_n(adv_PK, keep: int) -> np.ndarray:
     order_PK = np.argsort(adv_PK, axis=1, kind="stable")
     chosen_PN = np.concatenate([order_PK[:, : keep // 2], order_PK[:, K - keep // 2 :]], axis=1)
     return np.sort(chosen_PN, axis=1)
-
-
-def _as_multi(rewards, weights):
-    """Bring rewards to [M, P, K] and weights to [M]."""
-    rewards = np.asarray(rewards, np.float64)
-    if rewards.ndim == 2:
-        rewards = rewards[None]
-    if rewards.ndim != 3:
-        raise ValueError(f"rewards have shape {rewards.shape}; expected [P, K] or [M, P, K]")
-    weights = np.ones(1) if weights is None else np.asarray(weights, np.float64)
-    if weights.shape != rewards.shape[:1]:
-        raise ValueError(
-            f"reward weights have shape {weights.shape} for {len(rewards)} rewards; "
-            f"set one reward.weight per reward"
-        )
-    return rewards, weights
 
 
 def _normalise(r_PK, rule):

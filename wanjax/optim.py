@@ -163,15 +163,7 @@ def _joined(found: list, rows: list[int]):
 
 
 def _labels(tree):
-    return trees.map_paths(
-        lambda path, _: "keep" if path.endswith("/scale") and _beside_a(path, tree) else "move",
-        tree,
-    )
-
-
-def _beside_a(path: str, tree) -> bool:
-    """Whether a `scale` belongs to an adapter (it has an `a` beside it), not to a norm."""
-    node = tree
-    for name in path.split("/")[:-1]:
-        node = node[name]
-    return "a" in node
+    """Keep every `scale` with an `a` beside it: it is an adapter's, not a norm's."""
+    paths = trees.flatten(tree)
+    fixed = {path for path in paths if path.endswith("/scale") and path[:-5] + "a" in paths}
+    return trees.unflatten({path: "keep" if path in fixed else "move" for path in paths})

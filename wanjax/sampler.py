@@ -84,9 +84,7 @@ def initial_noise(key, sample_ids, shape):
 
 def sample(denoise, x, schedule, *, solver="euler"):
     """Integrate the ODE over the schedule; returns x0 in float32. Arguments as in `rollout`."""
-    slot_I = np.full(schedule.steps, -1, np.int32)
-    x0, _ = _run(denoise, x, schedule, slot_I, solver, None, 0, False)
-    return x0
+    return _run(denoise, x, schedule, np.full(schedule.steps, -1), solver, None, 0, False)[0]
 
 
 def few_step(denoise, x, key, sample_ids, schedule, *, renoise, start=0, stop=None):
@@ -117,18 +115,7 @@ def few_step(denoise, x, key, sample_ids, schedule, *, renoise, start=0, stop=No
 
 
 def rollout(
-    denoise,
-    x,
-    key,
-    sample_ids,
-    schedule,
-    slot_I,
-    *,
-    slots,
-    kind,
-    eta,
-    solver="euler",
-    keep_mean=False,
+    denoise, x, key, sample_ids, schedule, slot_I, *, slots, kind, eta, solver, keep_mean=False
 ):
     """Sample with SDE transitions at chosen steps; returns (x0, Trajectory).
 
@@ -278,9 +265,8 @@ def _noise(key, sample_ids, index, shape):
     noise)."""
 
     def one(sample_id):
-        return jax.random.normal(
-            jax.random.fold_in(jax.random.fold_in(key, sample_id), index), shape, jnp.float32
-        )
+        own = jax.random.fold_in(jax.random.fold_in(key, sample_id), index)
+        return jax.random.normal(own, shape, jnp.float32)
 
     return jax.vmap(one)(jnp.asarray(sample_ids))
 

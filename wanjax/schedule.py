@@ -19,9 +19,21 @@ Dimensions: I sampler steps.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+# Levels before the shift k of a grid with n steps.
+GRIDS: dict[str, Any] = {
+    "euler": lambda n, k: np.linspace(1.0, shift_map(0.001, k), n),
+    "linspace": lambda n, k: np.linspace(1.0, 1 / n, n),
+    "eulerlin": lambda n, k: np.linspace(1.0, 1 / n, n),
+    "simple": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],
+    "unipc": lambda n, k: np.linspace(1.0, 0.001, n + 1)[:-1],
+    "wan_unipc": lambda n, k: np.linspace(0.999, 0.0, n + 1)[:-1],
+    "wan_dpm": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],
+    "explicit": None,  # they are given
+}
 INTEGER_TIMESTEPS = ("unipc", "wan_unipc", "wan_dpm")
 
 
@@ -105,7 +117,18 @@ def make_schedule(grid: str, steps: int, shift: float, boundary=None, sigmas=Non
         raise ValueError(
             f"sampling.sigmas is {sigmas} with sampling.grid {grid!r}; set both or neither"
         )
-    levels = _explicit(sigmas, steps, shift) if grid == "explicit" else GRIDS[grid](steps, shift)
+    given = np.asarray(GRIDS[grid](steps, shift) if sigmas is None else sigmas, np.float64)
+    if given.shape != (steps,):
+        raise ValueError(
+            f"sampling.sigmas has shape {given.shape}; expected sampling.steps = {steps} levels"
+        )
+    if not (given[0] <= 1 and given[-1] > 0 and np.all(np.diff(given) < 0)):
+        raise ValueError(
+            f"sampling.sigmas is {given.tolist()}; expected decreasing levels in (0, 1]"
+        )
+    levels = shift_map(given, shift)
+    if grid == "unipc":
+        levels[0] -= 1e-6  # keeps log((1 − σ)/σ) finite
     timesteps = 1000 * levels
     if grid in INTEGER_TIMESTEPS:
         timesteps = np.floor(timesteps)
@@ -159,59 +182,13 @@ def sde_steps(
             f"sde.low_window is {strategy.low_window} but sde.strategy is {strategy.name!r}; set "
             "it to 0, or the strategy to 'dual_window'"
         )
-    chosen = STRATEGIES[strategy.name](schedule, strategy, epoch, seed)
+    steps = np.arange(*_range(schedule, strategy))
+    chosen = STRATEGIES[strategy.name](steps, schedule, strategy, epoch, seed)
     if len(chosen) == 0:
         raise ValueError(
             f"sde.strategy {strategy.name!r} selects no step of {schedule.steps}; widen sde.range"
         )
     return np.sort(np.asarray(chosen, np.int64))
-
-
-def _euler(n, k):
-    return shift_map(np.linspace(1.0, shift_map(0.001, k), n), k)
-
-
-def _linspace(n, k):
-    return shift_map(np.linspace(1.0, 1 / n, n), k)
-
-
-def _simple(n, k):
-    return shift_map(np.linspace(1.0, 0.0, n + 1)[:-1], k)
-
-
-def _unipc(n, k):
-    levels = shift_map(np.linspace(1.0, 0.001, n + 1)[:-1], k)
-    levels[0] -= 1e-6  # keeps log((1 − σ)/σ) finite
-    return levels
-
-
-def _wan_unipc(n, k):
-    return shift_map(np.linspace(0.999, 0.0, n + 1)[:-1], k)
-
-
-def _explicit(sigmas, n, k):
-    levels = np.asarray(sigmas, np.float64)
-    if levels.shape != (n,):
-        raise ValueError(
-            f"sampling.sigmas has shape {levels.shape}; expected sampling.steps = {n} levels"
-        )
-    if not (levels[0] <= 1 and levels[-1] > 0 and np.all(np.diff(levels) < 0)):
-        raise ValueError(
-            f"sampling.sigmas is {levels.tolist()}; expected decreasing levels in (0, 1]"
-        )
-    return shift_map(levels, k)
-
-
-GRIDS = {
-    "euler": _euler,
-    "linspace": _linspace,
-    "eulerlin": _linspace,
-    "simple": _simple,
-    "unipc": _unipc,
-    "wan_unipc": _wan_unipc,
-    "wan_dpm": _simple,
-    "explicit": _explicit,
-}
 
 
 def _range(schedule, strategy):
@@ -238,18 +215,13 @@ def _draw_window(steps, window, rng, where, key="sde.window"):
     return steps[start : start + window]
 
 
-def _all(schedule, strategy, epoch, seed):
-    return range(*_range(schedule, strategy))
-
-
-def _fraction(schedule, strategy, epoch, seed):
-    lo, hi = _range(schedule, strategy)
+def _fraction(steps, schedule, strategy, epoch, seed):
     a, b = strategy.fraction
     if not 0 <= a < b <= 1:
         raise ValueError(f"sde.fraction is ({a}, {b}); expected 0 <= from < to <= 1")
     # 1e-9: 0.29·100 is 28.999999999999996
     first, stop = (int(f * schedule.steps + 1e-9) for f in (a, b))
-    steps = np.arange(max(lo, first), min(hi, stop))
+    steps = steps[(steps >= first) & (steps < stop)]
     if strategy.window == 0:
         return steps
     if not 1 <= strategy.window <= len(steps):
@@ -259,24 +231,21 @@ def _fraction(schedule, strategy, epoch, seed):
     return np.random.default_rng(seed + epoch).choice(steps, strategy.window, replace=False)
 
 
-def _window(schedule, strategy, epoch, seed):
-    steps = np.arange(*_range(schedule, strategy))
+def _window(steps, schedule, strategy, epoch, seed):
     return _draw_window(steps, strategy.window, np.random.default_rng(seed + epoch), "sde.range")
 
 
-def _high_window(schedule, strategy, epoch, seed):
-    steps = np.arange(*_range(schedule, strategy))
+def _high_window(steps, schedule, strategy, epoch, seed):
     high = steps[schedule.expert[steps] == 1]
     return _draw_window(high, strategy.window, np.random.default_rng(seed + epoch), "expert high")
 
 
-def _dual_window(schedule, strategy, epoch, seed):
+def _dual_window(steps, schedule, strategy, epoch, seed):
     """One window per expert from one generator, high first; sde.range restricts only the high
     window."""
     if schedule.boundary is None:
         raise ValueError("sde.strategy is 'dual_window' but the model has one expert; use 'window'")
     rng = np.random.default_rng(seed + epoch)
-    steps = np.arange(*_range(schedule, strategy))
     low = np.arange(schedule.high_steps, schedule.steps - (not strategy.include_last))
     high = _draw_window(steps[schedule.expert[steps] == 1], strategy.window, rng, "expert high")
     key = "sde.low_window" if strategy.low_window else "sde.window"
@@ -284,42 +253,41 @@ def _dual_window(schedule, strategy, epoch, seed):
     return np.concatenate([high, _draw_window(low, window, rng, "expert low", key)])
 
 
-def _global_window(schedule, strategy, epoch, seed):
-    lo, hi = _range(schedule, strategy)
-    candidates = strategy.candidates or tuple(range(lo, hi))
-    outside = [c for c in candidates if not lo <= c < hi]
-    if outside or len(set(candidates)) < len(candidates):
+def _global_window(steps, schedule, strategy, epoch, seed):
+    candidates = strategy.candidates or tuple(steps)
+    if not set(candidates) <= set(steps) or len(set(candidates)) < len(candidates):
         raise ValueError(
-            f"sde.candidates is {list(candidates)}; expected distinct steps in [{lo}, {hi}) "
-            f"(the last step needs sde.include_last)"
+            f"sde.candidates is {list(candidates)}; expected distinct steps in [{steps[0]}, "
+            f"{steps[-1] + 1}) (the last step needs sde.include_last)"
         )
     if not 1 <= strategy.window <= len(candidates):
         raise ValueError(
             f"sde.window is {strategy.window}; expected 1..{len(candidates)} (sde.candidates)"
         )
-    return [
-        candidates[i] for i in _torch_randperm(len(candidates), seed + epoch)[: strategy.window]
-    ]
+    order = _torch_randperm(len(candidates), seed + epoch)
+    return [candidates[i] for i in order[: strategy.window]]
 
 
-def _mix_progressive(schedule, strategy, epoch, seed):
+def _mix_progressive(steps, schedule, strategy, epoch, seed):
     """MixGRPO (2507.21802): a window that walks from noisy to clean; full windows only, as slots
     are static."""
-    lo, hi = _range(schedule, strategy)
-    window = strategy.window
-    if not 1 <= window <= hi - lo:
-        raise ValueError(f"sde.window is {window}; expected 1..{hi - lo} (the steps in sde.range)")
+    window, stride = strategy.window, strategy.stride or strategy.window
+    if not 1 <= window <= len(steps):
+        raise ValueError(
+            f"sde.window is {window}; expected 1..{len(steps)} (the steps in sde.range)"
+        )
     if strategy.iters < 1:
         raise ValueError(f"sde.iters is {strategy.iters}; expected at least 1 epoch per window")
-    start = lo
-    while epoch >= (spent := _window_iters(strategy, start, hi)):
+    first, last = steps[0], steps[-1] + 1
+    start = first
+    while epoch >= (spent := _window_iters(strategy, start, last)):
         epoch -= spent
-        start += strategy.stride or window
-        if start + window > hi:
-            if not strategy.roll_back:
-                start -= strategy.stride or window
-                break
-            start = lo
+        if start + stride + window <= last:
+            start += stride
+        elif strategy.roll_back:
+            start = first
+        else:
+            break
     return range(start, start + window)
 
 
@@ -336,7 +304,7 @@ def _window_iters(strategy, start, last):
 
 
 STRATEGIES = {
-    "all": _all,
+    "all": lambda steps, *_: steps,
     "fraction": _fraction,
     "window": _window,
     "high_window": _high_window,

@@ -10,7 +10,6 @@ import re
 import sys
 
 import jax.numpy as jnp
-import numpy as np
 
 from convert import disk
 from convert.lora import adapter, extract, read, write
@@ -57,7 +56,7 @@ def convert(args) -> None:
     print(adapter.summary(found))
     if found.dense and args.to in ("diffusers", "diffsynth"):
         print(f"note: {args.to} does not read its dense changes; ComfyUI and wanjax do")
-    dtype = None if args.dtype is None else np.dtype(jnp.dtype(args.dtype))
+    dtype = args.dtype and jnp.dtype(args.dtype)
     stem = args.name or re.sub(r"(?i)[_-](high|low)(_?noise)?$", "", pathlib.Path(args.src[0]).stem)
     paths = write.write(found, args.out, args.to, stem=stem, dtype=dtype, combined=args.combined)
     print("\n".join(map(str, paths)))

@@ -3,6 +3,7 @@
 Dimension legend: R rank, I inputs, O outputs, L layers.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -97,8 +98,6 @@ def route(adapter: Adapter, experts: tuple[str, ...], expert: str | None = None)
     return move(adapter, None, sides)
 
 
-# ---- against a model ----
-
 _IMAGE = re.compile(
     r"blocks\.\d+\.attn2\.(add_k_proj|add_v_proj|norm_added_k)\..*"
     r"|condition_embedder\.image_embedder\..*"
@@ -110,9 +109,8 @@ def _shapes(config: presets.ModelConfig) -> dict[str, tuple[str, int | None, tup
     tree = jax.eval_shape(lambda: wan.init(jax.random.key(0), config.wan))
     out = {}
     for path, leaf in trees.flatten(tree).items():
-        stacked = names.stack_root(path) is not None
         for layer, (name, shape) in enumerate(names.torch_names(path, leaf.shape)):
-            out[name] = (path, layer if stacked else None, shape)
+            out[name] = (path, layer if names.stack_root(path) else None, shape)
     return out
 
 
@@ -123,8 +121,7 @@ def fit(adapter: Adapter, config: presets.ModelConfig) -> tuple[Adapter, str]:
     patch embedding when the channel count differs. Anything else that does not fit is a ValueError.
     """
     shapes = _shapes(config)
-    skipped: dict[str, int] = {}
-    wrong = []
+    skipped, wrong = collections.Counter(), []
 
     def fits(name: str, got: tuple, pair: bool) -> bool:
         want = shapes[name][2] if name in shapes else None
@@ -133,29 +130,24 @@ def fit(adapter: Adapter, config: presets.ModelConfig) -> tuple[Adapter, str]:
         if want == got or (want and math.prod(want) == math.prod(got) and not pair):
             return True
         if want is None and _IMAGE.fullmatch(name):
-            reason = "image attention, which the model does not have"
+            skipped["image attention, which the model does not have"] += 1
         elif want and name.startswith("patch_embedding."):
-            reason = f"patch embedding of {got}, the model has {want}"
+            skipped[f"patch embedding of {got}, the model has {want}"] += 1
         else:
             wrong.append(f"{name} {got}, the model has {want or 'no such module'}")
-            return False
-        skipped[reason] = skipped.get(reason, 0) + 1
         return False
 
-    modules = {
-        e: {m: p for m, p in part.items() if fits(f"{m}.weight", (len(p.b), p.a.shape[1]), True)}
-        for e, part in adapter.modules.items()
-    }
-    dense = {
-        e: {n: d for n, d in part.items() if fits(n, d.shape, False)}
-        for e, part in adapter.dense.items()
-    }
+    modules, dense = {}, {}
+    for e, part in adapter.modules.items():
+        shape = {m: (len(p.b), p.a.shape[1]) for m, p in part.items()}
+        modules[e] = {m: p for m, p in part.items() if fits(f"{m}.weight", shape[m], True)}
+    for e, part in adapter.dense.items():
+        dense[e] = {n: d for n, d in part.items() if fits(n, d.shape, False)}
     if wrong:
         raise ValueError(
             f"adapter does not fit {config.name}: {len(wrong)} mismatches: {files.some(wrong)}"
         )
-    kept = sum(map(len, modules.values())) + sum(map(len, dense.values()))
-    if not kept:
+    if not (kept := sum(map(len, [*modules.values(), *dense.values()]))):
         raise ValueError(f"adapter and {config.name} have no module in common")
     text = "; ".join(f"{count} left out: {reason}" for reason, count in skipped.items())
     dense = {e: d for e, d in dense.items() if d}
@@ -207,8 +199,7 @@ def of_trees(adapters, metadata: dict[str, str] | None = None) -> Adapter:
         pairs = out.modules.setdefault(expert, {})
         for path in (p.removesuffix("/a") for p in flat if p.endswith("/a")):
             a, b, scale = (flat[f"{path}/{leaf}"] for leaf in ("a", "b", "scale"))
-            stacked = names.stack_root(path + "/kernel") is not None
-            if not stacked:
+            if not (stacked := names.stack_root(path + "/kernel")):
                 a, b, scale = a[None], b[None], scale[None]
             for layer in range(len(a)):
                 if a[layer].any() or b[layer].any():

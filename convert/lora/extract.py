@@ -19,8 +19,7 @@ def extract(base_path, tuned_path, rank: int) -> adapter.Adapter:
         raise ValueError(f"{base.where} and {tuned.where} have no transformer in common")
     out = adapter.Adapter(metadata={"wanjax.base": disk.fingerprint(base)})
     for side in sides:
-        component = disk.EXPERTS[side]
-        key = side if len(sides) > 1 else None
+        component, key = disk.EXPERTS[side], side if len(sides) > 1 else None
         part = approximate(base.tensors[component], tuned.tensors[component], rank)
         out.modules[key], out.dense[key], lost = part
         out.notes.append(f"{side}: rank {rank} leaves out {lost:.2e} of the change")

@@ -29,8 +29,7 @@ def read(path) -> adapter.Adapter:
         return _join([read(p) for p in path], str(path))
     path = pathlib.Path(path)
     if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        if not found:
+        if not (found := sorted(path.glob("*.safetensors"))):
             raise ValueError(f"{path}: no .safetensors file in this folder; give the adapter file")
         return read(found[0]) if len(found) == 1 else read(found)
     if not path.is_file():
@@ -61,9 +60,6 @@ def _join(adapters: list[adapter.Adapter], where: str) -> adapter.Adapter:
         out.metadata |= one.metadata
         out.notes += one.notes
     return out
-
-
-# ---- what stands beside the tensors ----
 
 
 def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
@@ -125,8 +121,6 @@ def _peft_scale(settings: dict, expert, module: str, rank: int) -> float | None:
     return alpha / (math.sqrt(rank) if _setting(settings, expert, "use_rslora", False) else rank)
 
 
-# ---- keys ----
-
 _KINDS: dict[str, str] = {
     **dict.fromkeys(("lora_A", "lora_down", "lora.down"), "a"),
     **dict.fromkeys(("lora_B", "lora_up", "lora.up"), "b"),
@@ -171,26 +165,14 @@ def _parameters() -> dict[str, str]:
     return out
 
 
-def _find(module: str) -> str | None:
-    return _parameters().get(module.replace(".", "_"))
-
-
 def _parse(key: str) -> tuple[str | None, str, str, str | None] | None:
     """Split a key into (expert, module as written, kind, leaf); None for any other key."""
-    match = _KEY.fullmatch(key)
-    if match is None:
+    if (match := _KEY.fullmatch(key)) is None:
         return None
-    module, expert, again = match["module"], None, True
-    while again:
-        again = False
-        for prefix, side in _PREFIXES.items():
-            if module.startswith(prefix):
-                module, expert, again = module[len(prefix) :], side or expert, True
-    kind = _KINDS.get(match["kind"], match["kind"])
-    return expert, module, kind, match["leaf"]
-
-
-# ---- tensors ----
+    module, expert = match["module"], None
+    while prefix := next(filter(module.startswith, _PREFIXES), None):
+        module, expert = module.removeprefix(prefix), _PREFIXES[prefix] or expert
+    return expert, module, _KINDS.get(match["kind"], match["kind"]), match["leaf"]
 
 
 def parse(tensors: files.Tensors, metadata: dict, settings: dict, where: str) -> adapter.Adapter:
@@ -229,15 +211,11 @@ def _groups(tensors: files.Tensors, where: str) -> dict[tuple, dict[str, typing.
     groups: dict[tuple, dict[str, typing.Any]] = {}
     unknown = []
     for key, tensor in tensors.items():
-        parsed = _parse(key)
-        if parsed is None:
-            unknown.append(key)
-            continue
-        expert, module, kind, leaf = parsed
+        expert, module, kind, leaf = _parse(key) or (None, "", "", None)
         if kind in _REFUSED:
             raise ValueError(f"{where}: {_REFUSED[kind]} at {key} is not supported; merge it first")
-        target = _find(module + (".modulation" if kind == "diff_m" else ""))
-        if target is None:
+        spelled = module + (".modulation" if kind == "diff_m" else "")
+        if (target := _parameters().get(spelled.replace(".", "_"))) is None:
             unknown.append(key)
             continue
         kind += "_bias" if leaf == "bias" else ""

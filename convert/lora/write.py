@@ -27,13 +27,7 @@ _OWN = ("lora_adapter_metadata", "wanjax.expert", "ss_network_dim", "ss_network_
 
 
 def write(
-    content: adapter.Adapter,
-    out_dir,
-    dialect: str = "",
-    *,
-    stem: str = "lora",
-    dtype=None,
-    combined: bool = False,
+    content: adapter.Adapter, out_dir, dialect="", *, stem="lora", dtype=None, combined=False
 ) -> list[pathlib.Path]:
     """Write an adapter in a dialect of DIALECTS, one file per expert (tagged) or one combined file.
 
@@ -112,16 +106,13 @@ def _header(content: adapter.Adapter, expert, dialect: str, prefix: str, combine
     ranks = sorted({p.rank for p in pairs.values()})
     alphas = sorted({round(p.scale * p.rank, 6) for p in pairs.values()})
     metadata = {k: str(v) for k, v in content.metadata.items() if k not in _OWN}
-    metadata |= {
-        "wanjax.version": __version__,
-        "wanjax.rank": json.dumps(ranks),
-        "wanjax.alpha": json.dumps(alphas),
-    }
+    metadata |= {"wanjax.version": __version__, "wanjax.rank": json.dumps(ranks)}
+    metadata["wanjax.alpha"] = json.dumps(alphas)
     if expert is not None and not combined:
         metadata["wanjax.expert"] = expert
     if dialect == "diffusers" and pairs:
-        settings = json.dumps(_peft_settings(pairs, prefix), sort_keys=True)
-        metadata["lora_adapter_metadata"] = settings
+        settings = _peft_settings(pairs, prefix)
+        metadata["lora_adapter_metadata"] = json.dumps(settings, sort_keys=True)
     if dialect == "kohya" and pairs:
         metadata |= {"ss_network_dim": str(ranks[-1]), "ss_network_alpha": str(alphas[-1])}
     return metadata

@@ -1,9 +1,9 @@
-"""Run figures in wanjax and in diffusers on the same GPU, one after the other, and write the ratio.
+"""Benchmark figures in wanjax and in diffusers on one GPU, one after the other; write the ratio.
 
     python scripts/bench/compare.py forward lora_step --out scripts/bench/RESULTS.md
 
-Each side runs in its own process (each would otherwise hold the whole card), alternating per
-figure; what a side prints on failure is shown and the figure is left out.
+Each side runs in its own process (otherwise each would hold the whole card), alternating per
+figure. If a side fails, its output is shown and the figure is skipped.
 """
 
 import argparse
@@ -29,10 +29,10 @@ def main():
     parser.add_argument("figures", nargs="+", choices=TITLES)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
     parser.add_argument("--repeats", default="5")
-    parser.add_argument("--layers", default="40", help="fewer to try the scripts")
+    parser.add_argument("--layers", default="40", help="use fewer to try the scripts")
     parser.add_argument("--size", default="480x832x81")
-    parser.add_argument("--remat", default="full", help="ours.py's policy of training")
-    parser.add_argument("--text_rows", default="512", help="of a prompt, before padding")
+    parser.add_argument("--remat", default="full", help="ours.py's training policy")
+    parser.add_argument("--text_rows", default="512", help="per prompt, before padding")
     args = parser.parse_args()
     for figure in args.figures:
         options = ["--repeats", args.repeats, "--layers", args.layers, "--size", args.size]

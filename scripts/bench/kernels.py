@@ -1,4 +1,4 @@
-"""Where the time of one call goes on a GPU: seconds by kind of kernel, from jax's profiler."""
+"""Where a call spends its time on a GPU: seconds by kind of kernel, from jax's profiler."""
 
 import pathlib
 import re
@@ -6,7 +6,7 @@ import tempfile
 
 import jax
 
-# first match counts; what none matches is elementwise work, norms and reductions
+# the first match counts; unmatched kernels are elementwise work, norms and reductions
 KINDS = {
     "copies": r"memcpy|memset",
     "collectives": r"nccl",
@@ -19,8 +19,8 @@ REST = "rest"
 
 
 def by_kind(call) -> dict:
-    """Run `call` under the profiler: {kind: seconds}, "idle" for time in which the first GPU ran
-    nothing between its first and last kernel, and the longest kernels of the rest."""
+    """Run `call` under the profiler: {kind: seconds}, "idle" for gaps on the first GPU between its
+    first and last kernel, and the longest kernels of the rest."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             call()
@@ -37,7 +37,7 @@ def by_kind(call) -> dict:
 
 
 def summary(events: list[tuple[float, float, str]]) -> dict:
-    """`by_kind` of (start ns, duration ns, kernel name) of every stream."""
+    """`by_kind` for (start ns, duration ns, kernel name) events of all streams."""
     total, rest = dict.fromkeys([*KINDS, REST], 0.0), {}
     busy, end = 0.0, min(start for start, _, _ in events)
     begin = end

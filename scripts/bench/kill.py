@@ -1,10 +1,10 @@
-"""Kill a training run with SIGKILL at random moments, let it finish, and compare it with one that
-nothing interrupted: every line of metrics.jsonl (but its times) and every exported tensor.
+"""Kill a training run with SIGKILL at random moments, let it finish, and compare it with an
+uninterrupted run: every line of metrics.jsonl (except times) and every exported tensor.
 
     python scripts/bench/kill.py --out scripts/bench/RESULTS.md    quickstart, 15 minutes
 
-The run that nothing interrupts stays in --runs and is not made again; the other is always a new
-one. Exit code 1 where they differ.
+The uninterrupted run is kept in --runs and reused; the other always starts over. Exit code 1 if
+they differ.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="for the kill times")
     parser.add_argument("--runs", type=pathlib.Path, default="runs/kill")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to update")
     args, more = parser.parse_known_args()  # the rest goes to wanjax.train
@@ -40,20 +40,20 @@ def main() -> int:
     start(command, "whole").wait()
     whole, killed = args.runs / "whole", args.runs / "killed"
     steps = len(metrics.read(whole))
-    shutil.rmtree(killed, ignore_errors=True)  # kills of a finished run would show nothing
+    shutil.rmtree(killed, ignore_errors=True)  # killing a finished run would show nothing
     rng, at = random.Random(args.seed), []
     for wanted in sorted(rng.sample(range(steps), args.kills)):
         process = start(command, "killed")
         while process.poll() is None and len(metrics.read(killed)) < wanted:
             time.sleep(0.05)
-        time.sleep(rng.uniform(0, seconds(whole)))  # anywhere in a step
+        time.sleep(rng.uniform(0, seconds(whole)))  # anywhere within a step
         if process.poll() is None:
             process.kill()
             at.append(len(metrics.read(killed)))
         process.wait()
     if len(at) < args.kills:
         sys.exit(
-            f"killed {len(at)} times of {args.kills}: the run ended before; try another --seed"
+            f"killed only {len(at)} of {args.kills} times: the run ended first; try another --seed"
         )
     start(command, "killed").wait()
     rows = [
@@ -75,7 +75,7 @@ def start(command: list[str], name: str) -> subprocess.Popen:
 
 
 def lines(run: pathlib.Path) -> list[dict]:
-    """What a step logs, without its times."""
+    """What each step logs, without times."""
     timed = ("time/", "perf/")
     return [
         {k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics.read(run)
@@ -83,7 +83,7 @@ def lines(run: pathlib.Path) -> list[dict]:
 
 
 def seconds(run: pathlib.Path) -> float:
-    """Of a step: rollout and update."""
+    """Mean seconds per step, rollout plus update."""
     spent = json.loads((run / "summary.json").read_text())["seconds"]
     return (spent["collect"] + spent["update"]) / len(metrics.read(run))
 

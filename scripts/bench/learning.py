@@ -1,16 +1,16 @@
-"""Train TinyWan2.2 in every way and write the success that each reaches into one table.
+"""Train TinyWan2.2 with every method and write the success of each into one table.
 
     python scripts/bench/learning.py --out scripts/bench/learning.md            all rows, one GPU
     python scripts/bench/learning.py --out scripts/bench/quickstart.md \
         --rows quickstart "quickstart, shuffled rewards"                        two CPU cores
 
-A row is a config (ROWS) trained with every seed. Success is strict, on captions that are not
-trained on, from fixed noise. The 95 % interval is Wilson's over the clips of all seeds that differ.
-A run that has its summary.json is not repeated, so a long table can be made in several calls, or by
-several copies of the command at a time, on one or more cards; --minutes stops between two runs.
-Rows of --out that a call has no runs of stay as they are.
-Controls carry no information and must not gain: shuffled rewards, constant rewards, a student that
-does not move.
+A row is a config (ROWS) trained with every seed. Success is strict, on captions not trained on,
+from fixed noise. The 95 % interval is Wilson's, over the clips of all seeds that differ. A run with
+a summary.json is not repeated, so a long table can be made in several calls, or by several copies
+of the command at once, on one or more cards; --minutes stops between runs. Rows of --out for which
+a call has no runs are left as they are.
+Controls carry no information and must not gain: shuffled rewards, constant rewards, a frozen
+student.
 """
 
 import argparse
@@ -49,7 +49,7 @@ NFT = {
     "optim.high.lr": 2e-4, "optim.low.lr": 2e-4,
 }  # fmt: skip
 PLAIN = {"steps": 0, "algorithm": "nft", "nft.timesteps": 1}  # nft: any number of sampler steps
-TEACHER = {"guidance.high": 0.0, "guidance.low": 0.0, "nft.train_guidance": True}  # the model's
+TEACHER = {"guidance.high": 0.0, "guidance.low": 0.0, "nft.train_guidance": True}  # the model's own
 DMD2 = {
     "algorithm": "dmd2", "prompts_per_step": 64, "group_size": 1, "steps": 600,
     "optim.high.decay": 600, "optim.low.decay": 600, "dmd2.ema_start": 20,
@@ -119,14 +119,14 @@ ROWS: dict[str, dict] = {
 
 
 def shuffled(video_BTHWC, prompts, meta=None):
-    """The shapes reward, its scores permuted over the batch; the parts stay with their clips."""
+    """The shapes reward with scores permuted over the batch; the parts stay with their clips."""
     scores, info = shapes.reward(video_BTHWC, prompts, meta)
     seed = zlib.crc32(np.ascontiguousarray(video_BTHWC))
     return np.random.default_rng(seed).permutation(scores), info
 
 
 def constant(video_BTHWC, prompts, meta=None):
-    """One score for everything; the parts stay with their clips."""
+    """The same score for every clip; the parts stay with their clips."""
     scores, info = shapes.reward(video_BTHWC, prompts, meta)
     return np.full_like(scores, 0.5), info
 
@@ -137,10 +137,10 @@ def main():
     parser.add_argument("--runs", type=pathlib.Path, default="runs/learning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
-    parser.add_argument("--note", default="", help="words for the head of the table")
-    parser.add_argument("--together", type=int, default=1, help="runs at a time on the card")
-    parser.add_argument("--short", action="store_true", help="try the script: one step, few clips")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no runs after this")
+    parser.add_argument("--note", default="", help="note for the table header")
+    parser.add_argument("--together", type=int, default=1, help="runs sharing the card")
+    parser.add_argument("--short", action="store_true", help="smoke test: one step, few clips")
     args = parser.parse_args()
     distributed.start()
     rows = args.rows or [name for name in ROWS if not name.startswith("quickstart")]
@@ -152,7 +152,7 @@ def main():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                continue  # another copy of this script makes it
+                continue  # another copy of this script is on it
             if folder.joinpath("summary.json").is_file():
                 continue
             if time.time() > deadline:
@@ -195,9 +195,9 @@ def config_of(args, name: str, seed: int):
 
 
 def _started(run, rank: int) -> dict:
-    """Changes with which the student begins as an earlier run's has ended."""
+    """Changes that start the student where an earlier run's ended."""
     if not (run / "summary.json").is_file():
-        raise ValueError(f"{run} has not ended; make that row of this seed first")
+        raise ValueError(f"{run} has not finished; run that row for this seed first")
     if rank:
         return {"lora.start": tuple(str(p) for p in sorted(run.glob("export/*high_noise*")))}
     if not (model := run / "export" / "model").is_dir():
@@ -208,16 +208,16 @@ def _started(run, rank: int) -> dict:
 
 
 def write(args, rows) -> None:
-    """The table of all runs that have ended, and of the rows that were there before."""
+    """Write the table of all finished runs, keeping the rows that were there before."""
     note = f"; {args.note}" if args.note else ""
     lines = [
-        "# What each way of training reaches", "",
+        "# What each training method reaches", "",
         f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}; made by "
         f"`python scripts/bench/learning.py`, seeds {args.seeds}{note}.",
-        "The intervals take the seeds as independent, although their prompts and starting noise",
-        "are the same; rows that are equal in all seeds count as one.", "",
-        "DiT evaluations: of a clip, sampled as it was judged. GPU-seconds: collects and updates",
-        "of a run, divided by the runs that shared the card; ≤ where at least so many did.", "",
+        "The intervals treat the seeds as independent, although their prompts and starting noise",
+        "are the same; seeds with equal results count once.", "",
+        "DiT evaluations: per clip, sampled as it was evaluated. GPU-seconds: collects and updates",
+        "of a run, divided by the number of runs on the card; ≤ if at least that many were.", "",
         "| row | success before | success after, 95 % | gain, points | DiT evaluations "
         "| videos made | GPU-seconds |",
         "|---|---|---|---|---|---|---|",
@@ -255,7 +255,7 @@ def write(args, rows) -> None:
 
 
 def wilson(share: float, number: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `number` clips."""
+    """The 95 % interval for a share of `number` clips."""
     z = 1.96
     middle = (share + z * z / (2 * number)) / (1 + z * z / number)
     spread = share * (1 - share) / number + z * z / (4 * number * number)
@@ -268,7 +268,7 @@ def _folder(args, name: str, seed: int) -> pathlib.Path:
 
 
 def _clips(args, number: int = 512) -> pathlib.Path:
-    """A latent cache of rendered clips of training captions, made once."""
+    """A latent cache of clips rendered from training captions, made once."""
     cache, folder = args.runs / "cache", args.runs / "rendered"
     if cache.is_dir():
         return cache

@@ -1,4 +1,4 @@
-"""Measure loading of a full-size two-expert checkpoint: seconds, GB/s, peak host memory.
+"""Measure how a full-size two-expert checkpoint loads: seconds, GB/s, peak host memory.
 
     python scripts/bench/load_weights.py --folder /tmp/a14b --make          # writes 57 GB once
     python scripts/bench/load_weights.py --folder /tmp/a14b [--mesh fsdp=4]
@@ -74,7 +74,7 @@ def main():
 
 
 def make(folder: pathlib.Path, model: presets.ModelConfig, layers: int | None) -> None:
-    """Write a diffusers folder of the transformers alone, bfloat16, from one block of noise."""
+    """Write a diffusers folder with only the transformers, in bfloat16, from one block of noise."""
     config = dataclasses.replace(model.wan, num_layers=layers or model.wan.num_layers)
     shapes = trees.flatten(jax.eval_shape(lambda: wan.init(jax.random.key(0), config)))
     noise = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * 0.02

@@ -3,7 +3,7 @@
     python scripts/bench/ours.py forward lora_step grpo nft dmd2 checkpoint vae_decode umt5 …
 
 Random bf16 weights, no checkpoint needed. Medians of repeated calls after a warm-up call; every
-call ends with a value that the host fetched. scripts/bench/compare.py runs this beside the same
+call ends by fetching a value to the host. scripts/bench/compare.py runs this against the same
 arithmetic in diffusers and writes the ratios.
 """
 
@@ -38,20 +38,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("figures", nargs="+", choices=FIGURES)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
+    parser.add_argument("--layers", type=int, default=40, help="use fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
-    parser.add_argument("--remat", default="full", help="policy of training")
+    parser.add_argument("--remat", default="full", help="training policy")
     parser.add_argument("--batch", type=int, default=1, help="clips (forward, lora_step)")
     parser.add_argument("--mesh", default="", help="axis=size,... (forward, lora_step)")
     parser.add_argument(
-        "--weights", default="bfloat16", choices=["bfloat16", *quant.DTYPES], help="of the base"
+        "--weights",
+        default="bfloat16",
+        choices=["bfloat16", *quant.DTYPES],
+        help="dtype of the base",
     )
     parser.add_argument("--offload", action="store_true", help="experts in host memory (grpo, nft)")
+    parser.add_argument("--text_rows", type=int, default=512, help="per prompt, excluding padding")
+    parser.add_argument("--folder", help="where to write checkpoints")
     parser.add_argument(
-        "--text_rows", type=int, default=512, help="of a prompt, those of padding not"
+        "--kernels", action="store_true", help="profile where a call spends its time"
     )
-    parser.add_argument("--folder", help="where checkpoints are tried")
-    parser.add_argument("--kernels", action="store_true", help="where the time of a call goes")
     args = parser.parse_args()
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
     blocks.set_xla_flags(args.remat, axes.get("stage", 1))
@@ -67,8 +70,8 @@ def main():
 
 
 def forward(args) -> dict:
-    """One forward pass without guidance; with one-byte weights also how far its velocity is from
-    that of the bf16 weights, relative, over the whole velocity."""
+    """One forward pass without guidance; with one-byte weights also the relative error of the whole
+    velocity against bf16 weights."""
     config, x, ctx = _inputs(args, remat="none")
     run = jax.jit(lambda *a: wan.denoise(*a, config=config))
     inputs = lambda i: (None, x, jnp.full((args.batch,), 900.0 - i), ctx)
@@ -115,12 +118,12 @@ def lora_step(args) -> dict:
 
 
 def grpo_iteration(args) -> dict:
-    """Rollout, decode and update of the shipped config at the size of the miles recipe."""
+    """Rollout, decode and update with the shipped config, at the miles recipe's size."""
     return _iteration(grpo, grpo_wan22.get_config("small"), args)
 
 
 def nft_iteration(args) -> dict:
-    """The same of DiffusionNFT's config: no guidance, another sampler, two policies beside."""
+    """The same for DiffusionNFT's config: no guidance, a different sampler, two extra policies."""
     return _iteration(nft, nft_wan22.get_config("small"), args)
 
 
@@ -130,13 +133,13 @@ def dmd2_step(args) -> dict:
     height, width, frames = map(int, args.size.split("x"))
     config.sampling.update(height=height, width=width, frames=frames)
     config.prompts_per_step = config.sampling.batch = config.micro_samples = 1
-    config.dmd2.student_every = 1  # every step has all passes
+    config.dmd2.student_every = 1  # every step runs all passes
     return _iteration(dmd2, config, args)
 
 
 def _iteration(algorithm, config, args) -> dict:
-    """collect and update of an algorithm, both experts resident, on the reward of mean brightness;
-    first_s is what a run waits between its weights and its first finished step."""
+    """An algorithm's collect and update, both experts resident, with mean brightness as the reward;
+    first_s is how long a run waits from loaded weights to its first finished step."""
     run = dict(dtype="bfloat16", remat=args.remat, num_layers=args.layers)
     model = dataclasses.replace(MODEL, wan=dataclasses.replace(MODEL.wan, **run))
     roles = {"teacher": model, "critic": model} if algorithm is dmd2 else {}
@@ -175,12 +178,12 @@ def _iteration(algorithm, config, args) -> dict:
         parts["collect_s"].append(middle - start)
         parts["update_s"].append(time.perf_counter() - middle)
 
-    counted = getattr(algorithm, "forwards", lambda setup: {})  # a backward pass counts two
+    counted = getattr(algorithm, "forwards", lambda setup: {})  # a backward pass counts as two
     grid = sampling.token_grid(model, sampling.latent_shape(model, setup.sampling))
     flops = sum(counted(setup).values()) * wan.forward_flops(model.wan, grid)
     warm_up = 2 if args.offload or args.remat == "offload" else 1  # see lora_step
     profiled = {"collect kernels": collect, "all kernels": lambda: update(collect())}
-    few = argparse.Namespace(**vars(args) | {"repeats": min(args.repeats, 2)})  # as peer.py
+    few = argparse.Namespace(**vars(args) | {"repeats": min(args.repeats, 2)})  # as in peer.py
     row = _timed(few, call, flops, warm_up, profiled)
     medians = {name: round(statistics.median(v[warm_up:]), 2) for name, v in parts.items()}
     gaps = [abs(v - 1) for k, v in first.items() if "/ratio_m" in k and "mean" not in k]
@@ -188,8 +191,8 @@ def _iteration(algorithm, config, args) -> dict:
 
 
 def checkpoints(args) -> dict:
-    """Save what a LoRA run of both experts keeps (rank-64 adapters and two moments each), then
-    find it, verify its digests and restore it, as a resumed run does."""
+    """Save what a LoRA run of both experts keeps (rank-64 adapters and two moments each), then find
+    it, verify its digests and restore it, as a resumed run does."""
     config = dataclasses.replace(MODEL.wan, num_layers=args.layers)
     shapes = jax.eval_shape(
         lambda key: lora.init(key, wan.init(key, config), rank=64, alpha=64.0), jax.random.key(0)
@@ -208,13 +211,13 @@ def checkpoints(args) -> dict:
         row = timed(lambda i: checkpoint.save(folder, 1, state, {}), args.repeats)
         back = timed(resume, args.repeats)
     if restored != [float(leaf.ravel()[-1]) for leaf in jax.tree.leaves(state)]:
-        raise ValueError("the restored state is another")
+        raise ValueError("the restored state differs from the saved one")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     return row | {"restore_s": back["seconds"], "gb": round(size / 1e9, 2)}
 
 
 def vae_decode(args) -> dict:
-    """Latents of one clip to pixels, bf16."""
+    """One clip's latents to pixels, bf16."""
     _, z, _ = _inputs(args)
     params = _vae_params(MODEL.vae)
     run = jax.jit(functools.partial(vae.decode, config=MODEL.vae))
@@ -223,7 +226,7 @@ def vae_decode(args) -> dict:
 
 
 def vae_encode(args) -> dict:
-    """Pixels of one clip to latents, bf16."""
+    """One clip's pixels to latents, bf16."""
     height, width, frames = map(int, args.size.split("x"))
     params = _vae_params(MODEL.vae)
     run = jax.jit(functools.partial(vae.encode, config=MODEL.vae))
@@ -245,25 +248,27 @@ def text_encoder(args) -> dict:
 
 
 def random_params(config, seed: int, weights: str):
-    """Normal matmul weights, stored as training stores them."""
+    """Normally distributed matmul weights, stored as in training."""
     shapes = trees.flatten(jax.eval_shape(lambda: wan.init(jax.random.key(0), config)))
     return trees.unflatten(_draw(shapes, seed, _storing(weights)))
 
 
 def _draw(shapes, seed, store):
-    """{path: leaf}, leaf by leaf and layer by layer, so that nothing large is held twice; on the
-    mesh in use as training places it."""
+    """{path: leaf}, drawn leaf by leaf and layer by layer so that nothing large is held twice;
+    placed on the current mesh as in training."""
     found = {}
     for path, key in zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True):
         found |= trees.flatten(_leaf(path, shapes[path].shape, store, jax.sharding.get_mesh())(key))
     return found
 
 
-@functools.cache  # the second expert's leaves are compiled with the first's
+@functools.cache  # the second expert reuses the first's compiled functions
 def _leaf(path, shape, store, mesh):
-    """key -> what training stores of a random leaf."""
+    """key -> a random leaf as training stores it."""
     stacked = path.startswith(f"{wan.STACK}/")
-    draw = lambda key: jax.random.normal(key, shape[stacked:])  # in bfloat16 it has 128 values
+    draw = lambda key: jax.random.normal(
+        key, shape[stacked:]
+    )  # drawn in bfloat16 it would have 128 values
     normal = lambda key: (draw(key) * 0.02).astype(jnp.bfloat16)
     one = lambda key: trees.unflatten(dict(store(path, normal(key))))
     many = lambda key: jax.lax.map(one, jax.random.split(key, shape[0]))
@@ -278,18 +283,18 @@ def _storing(weights: str):
 
 
 def _place(tree):
-    """The tree on the mesh in use as training places it."""
+    """The tree, placed on the current mesh as in training."""
     return jax.tree.map(jax.device_put, tree, *_shardings(tree))
 
 
 def _shardings(tree):
-    """[its shardings on the mesh in use], or [] without a mesh."""
+    """[its shardings on the current mesh], or [] without a mesh."""
     mesh = jax.sharding.get_mesh()
     return [sharding.tree_shardings(mesh, tree, wan.logical_axes)] if mesh.shape else []
 
 
 def _vae_params(config):
-    """As vae.init draws them (activations keep their size), in bf16."""
+    """As drawn by vae.init (activations keep their scale), in bf16."""
     return jax.jit(
         lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), vae.init(key, config))
     )(jax.random.key(5))
@@ -311,7 +316,7 @@ def _grid(x_BTHWC):
 
 
 def _timed(args, call, flops=None, warm_up=1, profiled=None) -> dict:
-    """Row of a figure; with --kernels also those of `profiled`, {name: function}, by default the
+    """A figure's row; --kernels adds the kernels of `profiled`, {name: function}, by default of the
     call."""
     row = timed(call, args.repeats, warm_up)
     if flops:

@@ -3,8 +3,8 @@
     python scripts/bench/peer.py forward lora_step grpo nft dmd2 checkpoint vae_decode umt5 …
 
 Needs torch with CUDA, diffusers, peft and transformers. Random bf16 weights. The transformer's
-blocks are compiled (compile_repeated_blocks) over cuDNN attention unless --attention names another
-backend of diffusers; training uses gradient checkpointing.
+blocks are compiled (compile_repeated_blocks) with cuDNN attention unless --attention names another
+diffusers backend; training uses gradient checkpointing.
 """
 
 import argparse
@@ -32,11 +32,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("figures", nargs="+", choices=FIGURES)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=40, help="fewer to try the script")
+    parser.add_argument("--layers", type=int, default=40, help="use fewer to try the script")
     parser.add_argument("--size", default="480x832x81", help="height x width x frames")
-    parser.add_argument("--attention", default="_native_cudnn", help="backend of diffusers")
-    parser.add_argument("--text_rows", type=int, default=512, help="of a prompt, zeros up to 512")
-    parser.add_argument("--folder", help="where checkpoints are tried")
+    parser.add_argument("--attention", default="_native_cudnn", help="diffusers backend")
+    parser.add_argument("--text_rows", type=int, default=512, help="per prompt, zero-padded to 512")
+    parser.add_argument("--folder", help="where to write checkpoints")
     args = parser.parse_args()
     torch.manual_seed(0)
     for name in args.figures:
@@ -84,7 +84,7 @@ def lora_step(args) -> dict:
 
 
 def grpo_iteration(args) -> dict:
-    """K samples of one prompt by both experts with guidance and one SDE step each, decoded; then
+    """K samples of one prompt from both experts, with guidance and one SDE step each, decoded; then
     one policy-gradient step per expert over micro-batches of 2 samples."""
     experts = [transformer(args, rank=GRPO["rank"], checkpointing=True) for _ in range(2)]
     parameters = [adapter(m) for m in experts]
@@ -94,7 +94,7 @@ def grpo_iteration(args) -> dict:
     steps, shift, K = GRPO["steps"], GRPO["shift"], GRPO["samples"]
     sigmas = shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
     owner = [0 if s >= GRPO["boundary"] else 1 for s in sigmas[:-1]]
-    stored = {owner.index(1) - 2, owner.index(1)}  # one step of each expert
+    stored = {owner.index(1) - 2, owner.index(1)}  # one step per expert
     guidance = [(uncond, 4.0), (uncond, 3.0)]
 
     def transition(x, v, s, n):  # Flow-GRPO's kernel, eta 0.7
@@ -142,10 +142,10 @@ def grpo_iteration(args) -> dict:
 
 
 def nft_iteration(args) -> dict:
-    """K samples of one prompt by the old policy without guidance, decoded; then one NFT step per
+    """K samples of one prompt from the old policy, without guidance, decoded; then one NFT step per
     expert over micro-batches of 2 samples at one of their T levels.
 
-    Forward passes of one sample, a backward pass counts two: collect K·12 = 192, update 2 experts
+    Forward passes per sample, a backward pass counting as two: collect K·12 = 192, update 2 experts
     · K·T · (3 trained + 1 old + 1 base) = 320.
     """
     from diffusers import UniPCMultistepScheduler
@@ -189,7 +189,7 @@ def nft_iteration(args) -> dict:
     def update(step, x0, adv):
         for e, model in enumerate(experts):
             micro = list(micro_batches(x0, adv, *((0, split), (split, steps))[e]))
-            fixed = []  # of all micro-batches before the trained policy, to switch adapters rarely
+            fixed = []  # for all micro-batches before the trained policy, to switch adapters rarely
             for name in ("old", None):
                 use(model, name)
                 with torch.no_grad():
@@ -219,11 +219,11 @@ def nft_loss(v, v_old, v_ref, x0, x_t, sigma, adv, beta=0.1, kl=1e-4, adv_max=5.
 
 
 def dmd2_step(args) -> dict:
-    """One clip of --size through phased DMD2: per expert the student's step against the guided
-    teacher (the base) and the critic, then the critic's step on another clip.
+    """One clip of --size through phased DMD2: per expert, the student's step against the guided
+    teacher (the base) and the critic, then the critic's step on a different clip.
 
-    Forward passes of the clip, a backward pass counts two: collect the sum of the four exit steps
-    and 2 for the last calls of the critic's clips = 9, 9, 10 in steps 0, 1, 2; update 2 experts ·
+    Forward passes per clip, a backward pass counting as two: collect the sum of the four exit steps
+    plus 2 for the last calls of the critic's clips = 9, 9, 10 in steps 0, 1, 2; update 2 experts ·
     (3 student + 2 teacher + 1 critic, then 3 critic) = 18.
     """
     experts = [transformer(args, DMD2["rank"], True, ("default", "critic")) for _ in range(2)]
@@ -239,9 +239,12 @@ def dmd2_step(args) -> dict:
     sigmas = [shifted(u, DMD2["shift"]) for u in DMD2["sigmas"]]
     ends = (sigmas[2], 0.0)  # σ_s: the high expert owns steps 0 and 1, the low one 2 and 3
     edge = shifted(DMD2["boundary"], 1 / DMD2["shift"])
-    scored = ((edge, 1.0, 875.0, 980.0), (0.0, edge, 20.0, 875.0))  # u and t that are compared
+    scored = (
+        (edge, 1.0, 875.0, 980.0),
+        (0.0, edge, 20.0, 875.0),
+    )  # u and t ranges that are compared
 
-    def exit_step(step, e, turn):  # as wanjax.algorithms.dmd2 draws it: both sides work alike
+    def exit_step(step, e, turn):  # as wanjax.algorithms.dmd2 draws it, so both sides do equal work
         return int(np.random.default_rng((0, step, e, turn)).integers(2 * e, 2 * e + 2))
 
     @torch.no_grad()
@@ -275,7 +278,7 @@ def dmd2_step(args) -> dict:
             real = x_t - t / 1000 * velocity(model, x_t, t, ctx, guidance[e])
             use(model, "critic")
             fake = x_t - t / 1000 * velocity(model, x_t, t, ctx)
-        use(model, "default")  # checkpointing runs the blocks again
+        use(model, "default")  # checkpointing reruns the blocks
         return generator_loss(x0, fake, real)
 
     def critic_loss(e, x_s, _):
@@ -288,7 +291,7 @@ def dmd2_step(args) -> dict:
             (student_loss, critic_loss)[turn](e, *found).backward()
             optimize(trained[turn][e], optimizers[turn][e])
         for e in range(2):
-            follow(ema[e], trained[0][e], 0.0)  # a copy in the first 200 updates
+            follow(ema[e], trained[0][e], 0.0)  # a plain copy for the first 200 updates
 
     return iteration(args, collect, update)
 
@@ -308,8 +311,7 @@ def generator_loss(x0, fake, real, floor=1e-4):
 
 
 def checkpoints(args) -> dict:
-    """Save, by torch.save and forced to disk, and load the adapters of both experts and their
-    moments."""
+    """Save with torch.save and fsync, and load, both experts' adapters and their moments."""
     sizes = [(5120, 5120)] * 8 + [(5120, 13824), (13824, 5120)]
     shapes = [shape for i, o in sizes for shape in ((64, i), (o, 64))]
     draw = lambda: [torch.randn(s, device=DEVICE) for _ in range(args.layers) for s in shapes]
@@ -374,7 +376,7 @@ def text_encoder(args) -> dict:
 
 
 def iteration(args, collect, update) -> dict:
-    """Time update(step, *collect(step)), the whole and both parts."""
+    """Time update(step, *collect(step)), in total and by part."""
     parts = {"collect_s": [], "update_s": []}
 
     def call(step):
@@ -393,8 +395,8 @@ def iteration(args, collect, update) -> dict:
 
 
 def velocity(model, x, t, ctx, guidance=None):
-    """Velocity in float32 at t, a number or one a sample; guidance: (negative context, scale), both
-    contexts in one call."""
+    """Velocity in float32 at t, a number or one per sample; guidance: (negative context, scale),
+    with both contexts in one call."""
     texts = [ctx] if guidance is None else [ctx, guidance[0]]
     rows = torch.cat([a.expand(len(x), -1, -1) for a in texts])
     t = t + torch.zeros(len(rows), device=DEVICE)
@@ -407,12 +409,12 @@ def velocity(model, x, t, ctx, guidance=None):
 
 
 def shifted(u, k):
-    """The shift of noise levels; its inverse is that by 1/k."""
+    """Shift noise levels by k; the inverse is a shift by 1/k."""
     return k * u / (1 + (k - 1) * u)
 
 
 def brightness(decoder, x):
-    """The reward of each sample, from decoded latents."""
+    """Each sample's reward, from decoded latents."""
     video = decoder.decode(x.to(torch.bfloat16), return_dict=False)[0]
     return video.float().mean((1, 2, 3, 4))
 
@@ -435,12 +437,12 @@ def follow(average, parameters, decay):
 
 
 def adapter(model, name="default") -> list:
-    """Parameters of one of a model's adapters."""
+    """The parameters of one of a model's adapters."""
     return [p for path, p in model.named_parameters() if path.endswith(f".{name}.weight")]
 
 
 def use(model, name):
-    """Let a model run and train one of its adapters, or with None the base alone."""
+    """Make a model run and train one of its adapters; None selects the base alone."""
     if name is None:
         model.disable_adapters()
     else:
@@ -449,8 +451,8 @@ def use(model, name):
 
 
 def transformer(args, rank=0, checkpointing=False, adapters=("default",)):
-    """WanTransformer3DModel with random bf16 weights and, if rank, bf16 adapters (float32 is slower
-    in PEFT), the first in use; its blocks are compiled."""
+    """WanTransformer3DModel with compiled blocks, random bf16 weights and, if rank, bf16 adapters
+    (float32 is slower in PEFT), the first one active."""
     from diffusers import WanTransformer3DModel
 
     with torch.device(DEVICE):
@@ -477,8 +479,8 @@ def transformer(args, rank=0, checkpointing=False, adapters=("default",)):
         model.train()
         model.enable_gradient_checkpointing()
     if DEVICE == "cuda":
-        # adapters, the base, gradients and batches each have a program of a block (dmd2: 7), and
-        # figures share the limit, 8 as it comes; beyond it blocks would run uncompiled
+        # each combination of adapter or base, gradients and batch compiles a block again (dmd2: 7
+        # programs); figures share the limit (default 8), beyond which blocks run uncompiled
         torch._dynamo.config.recompile_limit = 64
         model.compile_repeated_blocks(fullgraph=not checkpointing)
     return model
@@ -503,7 +505,7 @@ def inputs(args):
 
 
 def text(args):
-    """Embedding of one prompt, padded with zero rows as diffusers' pipeline does."""
+    """One prompt's embedding, zero-padded like in diffusers' pipeline."""
     return F.pad(random(1, args.text_rows, 4096), (0, 0, 0, 512 - args.text_rows))
 
 

@@ -1,10 +1,10 @@
-"""Plan the shipped recipes for TPU topologies that are not here and write what they need.
+"""Plan the shipped recipes for TPU topologies you don't have and write what they need.
 
     python scripts/bench/plans.py --out scripts/bench/plan.md                  hours on two cores
     python scripts/bench/plans.py --out scripts/bench/plan.md --cases SFT --topologies v5p:4x4x4
 
-Needs wanjax[plan] (libtpu compiles, no TPU is used) and no weights. A plan is kept as JSON in
---plans and not made again; the table has all that are there.
+Needs wanjax[plan] (libtpu only compiles; no TPU is used) and no weights. Plans are kept as JSON in
+--plans and reused; the table lists all of them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="markdown file to write")
     parser.add_argument("--plans", type=pathlib.Path, default=ROOT / "runs/plans")
-    parser.add_argument("--cases", nargs="+", default=[*CASES], help="beginnings of names")
+    parser.add_argument("--cases", nargs="+", default=[*CASES], help="prefixes of case names")
     parser.add_argument("--topologies", nargs="+", help="only these")
     args = parser.parse_args()
     args.plans.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def make(path: pathlib.Path, config: str, model: str, changes: dict, topology: str) -> None:
-    """Run the planner; nothing is written where it fails."""
+    """Run the planner; writes nothing if it fails."""
     given = {"prompts": "shapes:train:1", "data.path": ".", **changes}
     command = [sys.executable, "-m", "wanjax.plan", "--config", f"configs/{config}"]
     command += ["--topology", topology, "--model", model, "--json"]
@@ -65,7 +65,7 @@ def make(path: pathlib.Path, config: str, model: str, changes: dict, topology: s
 
 
 def row(name: str, plan: dict) -> dict:
-    """A line of the table: the largest phase, and a step's ideal time."""
+    """A row of the table: the largest phase and a step's ideal time."""
     gib = lambda n: f"{n / 2**30:.1f}"
     phases = plan["phases"].values()
     mesh = " ".join(f"{axis}={n}" for axis, n in plan["mesh"].items() if n > 1)
@@ -80,9 +80,9 @@ def row(name: str, plan: dict) -> dict:
         "peak / HBM GiB": f"{gib(max(p['peak'] + p['resident'] for p in phases))} / "
         + gib(plan["hbm"]),
         "fits": "yes" if plan["fits"] else "; ".join(advice) or "no",
-        "PFLOP a step": f"{sum(p['flops'] * p['calls'] for p in phases) / 1e15:,.0f}",
-        "ideal s a step": f"{sum(p['ideal_seconds'] * p['calls'] for p in phases):.1f}",
-        "links s a step": f"{sum(p['link_seconds'] * p['calls'] for p in phases):.1f}",
+        "PFLOP per step": f"{sum(p['flops'] * p['calls'] for p in phases) / 1e15:,.0f}",
+        "ideal s per step": f"{sum(p['ideal_seconds'] * p['calls'] for p in phases):.1f}",
+        "links s per step": f"{sum(p['link_seconds'] * p['calls'] for p in phases):.1f}",
         "involuntary remats": sum(p["rematerializations"] for p in phases),
         "compile s": f"{sum(p['compile_seconds'] for p in phases):.0f}",
     }
@@ -92,11 +92,11 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
     lines = [
         "# What the recipes need on TPUs",
         "",
-        "Compiled by XLA:TPU for chips that were not there, by `python scripts/bench/plans.py` on",
-        "two CPU cores; nothing here has run on a TPU. Peak: the largest phase with all that stays",
-        "resident. Ideal: products at the dense bf16 peak of every chip; links: collectives at the",
-        "rate of all links of a chip, which run beside the products as far as XLA overlaps them. A",
-        "mesh is proposed where the recipe's own does not divide.",
+        "Compiled with XLA:TPU on two CPU cores by `python scripts/bench/plans.py`; nothing",
+        "here has run on a TPU. Peak: the largest phase plus everything that stays resident.",
+        "Ideal: matmuls at the dense bf16 peak of every chip. Links: collectives at the",
+        "combined rate of a chip's links; they run alongside the matmuls as far as XLA overlaps",
+        "them. A mesh is proposed where the recipe's own does not divide.",
         "",
         *table(rows),
     ]

@@ -1,5 +1,5 @@
-"""What the benchmarks share: timing of a call, running a side in its own process, and writing
-the rows of a script into its section of a markdown file."""
+"""Shared by the benchmarks: time a call, run a side in its own process, and write a script's rows
+into its section of a markdown file."""
 
 import json
 import os
@@ -21,8 +21,8 @@ def card() -> str:
 
 
 def timed(call, repeats: int, warm_up: int = 1) -> dict:
-    """Median seconds of `repeats` calls after `warm_up` of them, and those of call(0), which
-    compiles; a call must end with a value that the host fetched."""
+    """Median seconds of `repeats` calls after `warm_up` calls, and the seconds of call(0), which
+    compiles; each call must end by fetching a value to the host."""
     seconds = []
     for i in range(repeats + warm_up):
         start = time.perf_counter()
@@ -35,7 +35,7 @@ def timed(call, repeats: int, warm_up: int = 1) -> dict:
 
 
 def side(script: str, *arguments: str, **environment: str) -> dict | None:
-    """The JSON that a script beside this one prints last; None when it fails, and says so."""
+    """The JSON that a script in this folder prints last; None, with a message, if it fails."""
     command = [sys.executable, str(pathlib.Path(__file__).parent / script), *arguments]
     env = os.environ | environment
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What the launchers share; they source it with their arguments: [--dry_run] ACTION [wanjax.train flags].
-# A launcher acts through `run` and `start` only: with --dry_run these print the command, ready to paste.
-# shellcheck disable=SC2034  # ACTION, FLAGS and what follows are for the launchers
+# Shared by the launchers, which source it with their arguments: [--dry_run] ACTION [wanjax.train flags].
+# Launchers act only through `run` and `start`, which print the command, ready to paste, under --dry_run.
+# shellcheck disable=SC2034  # ACTION, FLAGS and the definitions below are for the launchers
 set -euo pipefail
 fail() { echo "$(basename "$0"): $*" >&2; exit 1; }
 [ "${BASH_VERSINFO[0]}${BASH_VERSINFO[1]}" -ge 44 ] || fail "bash $BASH_VERSION is too old, expected 4.4 or newer"
@@ -10,7 +10,7 @@ DRY_RUN=0 PIDS=() LOG=
 if [ "${1:-}" = --dry_run ]; then DRY_RUN=1; shift; fi
 ACTION=${1:-} FLAGS=("${@:2}")
 
-quote() { # the words as a shell would read them back, with quotes only where they are needed
+quote() { # the words as shell input, quoted only where needed
   local word line=
   for word; do
     [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || word=${word@Q}
@@ -25,7 +25,7 @@ run() {
   "$@"
 }
 
-# Run a command beside others; `finish` waits for all of them and returns their verdict.
+# Run a command in the background; `finish` waits for all of them and returns their verdict.
 start() {
   if [ "$DRY_RUN" = 1 ]; then quote "$@"; return; fi
   LOG=${LOG:-$(mktemp)}
@@ -42,8 +42,8 @@ finish() {
   verdict "${codes[@]}"
 }
 
-# The exit code of a run from those of its processes: 0 all are done; 1 one met a bug or a wrong config;
-# else 42, start it again: one was preempted (42), was killed or lost the others (127 and above).
+# Combine the processes' exit codes into one: 0 if all are done; 1 if any hit a bug or a bad config; else
+# 42, start again: one was preempted (42), was killed or lost contact with the others (127 and above).
 verdict() {
   local code result=0
   [ $# -gt 0 ] || return 42
@@ -54,13 +54,13 @@ verdict() {
   return "$result"
 }
 
-# A line for a host with a checkout in ~/wanjax: train, keep the log there, tell the exit code here.
+# A line for a host with a checkout in ~/wanjax: train, log there, and print the exit code for `finish`.
 remote_train() {
   echo "cd wanjax && mkdir -p logs && { $(quote .venv/bin/python -u -m wanjax.train "$@") 2>&1;" \
     "echo wanjax exit code \$?; } | tee -a logs/train.log"
 }
 
-# The committed files as an archive, and a line that makes ~/wanjax with its .venv of it on a host.
+# The committed files as an archive, and a line that unpacks it to ~/wanjax on a host and makes its .venv.
 ARCHIVE=${TMPDIR:-/tmp}/wanjax.tar.gz
 REMOTE_SETUP="mkdir -p wanjax && tar xzf wanjax.tar.gz -C wanjax && cd wanjax && export PIP_BREAK_SYSTEM_PACKAGES=1 && \
 { python3 -m pip --version || sudo apt-get install -yq python3-pip; } && python3 -m pip install -q --user uv && \

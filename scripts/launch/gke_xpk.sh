@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Google Kubernetes Engine through xpk, which makes one JobSet of a run: a Job for each TPU slice or GPU pool.
+# Google Kubernetes Engine through xpk: a run becomes one JobSet, with a Job for each TPU slice or GPU pool.
 # Usage: CLUSTER=… NAME=… DEVICE=… bash scripts/launch/gke_xpk.sh [--dry_run] ACTION [wanjax.train flags]
 #   cluster  create the cluster        run      submit; the JobSet restarts on exit code 42 and 127 to 255
-#   status   what runs                 logs     of all pods        delete   end the run; the cluster stays
+#   status   show the run              logs     of all pods        delete   end the run, keep the cluster
 set -euo pipefail
-NAME=${NAME:-wanjax}            # of the run: lower case, at most 40 letters
+NAME=${NAME:-wanjax}            # of the run: lower case, at most 40 characters
 CLUSTER=${CLUSTER:-wanjax} ZONE=${ZONE:-us-east5-b}
-PROJECT=${PROJECT:-}            # empty: that of gcloud config
-DEVICE=${DEVICE:-v6e-32}        # TPU as v6e-32 or tpu7x-4x4x4; GPU as h100-mega-80gb-8 or h200-141gb-8
-COUNT=${COUNT:-1}               # slices of a TPU, machines of a GPU
-BASE=${BASE:-python:3.12}       # image that the committed files are added to
-CAPACITY=${CAPACITY:---spot}    # of a new cluster: --spot, --on-demand or --reservation=NAME
+PROJECT=${PROJECT:-}            # empty: the one set in gcloud
+DEVICE=${DEVICE:-v6e-32}        # TPU such as v6e-32, tpu7x-4x4x4; GPU such as h100-mega-80gb-8, h200-141gb-8
+COUNT=${COUNT:-1}               # TPU slices or GPU machines
+BASE=${BASE:-python:3.12}       # base image; the committed files are added to it
+CAPACITY=${CAPACITY:---spot}    # for a new cluster: --spot, --on-demand or --reservation=NAME
 RESTARTS=${RESTARTS:-50}
-GRACE=${GRACE:-300}             # seconds to save in after SIGTERM
+GRACE=${GRACE:-300}             # seconds to save after SIGTERM
 PRIORITY=${PRIORITY:-medium}
 
 source "$(dirname "$0")/common.sh" "$@"
@@ -21,12 +21,12 @@ where=("--cluster=$CLUSTER" "--zone=$ZONE")
 case $DEVICE in
   v[456]* | tpu*) EXTRA=tpu place=(--coordinator=auto) device=("--tpu-type=$DEVICE" "--num-slices=$COUNT") ;;
   *-[1-8]) EXTRA=gpu place=() device=("--device-type=$DEVICE" "--num-nodes=$COUNT") ;; # xpk sets NNODES, NODE_RANK
-  *) fail "DEVICE is '$DEVICE', expected a TPU as v6e-32 or a GPU as h100-mega-80gb-8" ;;
+  *) fail "DEVICE is '$DEVICE', expected a TPU such as v6e-32 or a GPU such as h100-mega-80gb-8" ;;
 esac
 for flag in "${FLAGS[@]}"; do
-  # xpk writes the command into YAML and a shell reads it there: only plain words come through unchanged.
+  # xpk writes the command into YAML, where a shell reads it: only plain words survive unchanged.
   [[ $flag =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] ||
-    fail "flag '$flag' has letters that xpk would change; set it in a config file"
+    fail "flag '$flag' has characters that xpk would change; set it in a config file"
 done
 case $ACTION in
   cluster) run xpk cluster create "${where[@]}" "${device[@]}" "$CAPACITY" ;;

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Several processes on this machine over the loopback interface; ends by itself, with its processes.
+# Several processes on this machine over the loopback interface; exits once all of them have.
 # Usage: PROCESSES=2 bash scripts/launch/local.sh [--dry_run] run [wanjax.train flags]
 #   PLATFORM=gpu PROCESSES=4 bash scripts/launch/local.sh run …     one GPU each
-# Process 0 speaks here, all of them in $LOGS/process-*.log. Exits 0, 1 or 42.
+# Process 0 logs to the console, every process to $LOGS/process-*.log. Exits 0, 1 or 42.
 set -euo pipefail
 PROCESSES=${PROCESSES:-2}
 PLATFORM=${PLATFORM:-cpu}       # cpu or gpu
-DEVICES=${DEVICES:-1}           # of a process
+DEVICES=${DEVICES:-1}           # per process
 PORT=${PORT:-29400}             # of process 0, on 127.0.0.1 only
 PYTHON=${PYTHON:-.venv/bin/python}
 LOGS=${LOGS:-runs/local}
-GRACE=${GRACE:-60}              # seconds that the others have after one has failed
+GRACE=${GRACE:-60}              # seconds until the others are killed after one fails
 
 source "$(dirname "$0")/common.sh" "$@"
 [ "$ACTION" = run ] || fail "action is '$ACTION', expected run"
 [ "$PROCESSES" -ge 1 ] || fail "PROCESSES is '$PROCESSES', expected at least 1"
-process() { # what process $1 runs, as the array `command`
+process() { # set the array `command` to what process $1 runs
   local first=$(($1 * DEVICES)) place
   place=("--coordinator=127.0.0.1:$PORT" "--num_processes=$PROCESSES" "--process_id=$1")
   case $PLATFORM in

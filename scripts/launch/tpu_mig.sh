@@ -2,25 +2,25 @@
 # A TPU slice (v5p, v6e, 7x) as a Compute Engine managed instance group with a workload policy.
 # Usage: PROJECT=… NAME=… ZONE=… TPU=… TOPOLOGY=… bash scripts/launch/tpu_mig.sh [--dry_run] ACTION [wanjax.train flags]
 #   create   policy, template, group    hosts   write the list of hosts      setup    copy the committed files
-#   run      train; exits 0, 1 or 42    logs    the last lines of a host     delete   give all back
+#   run      train; exits 0, 1 or 42    logs    last lines of a host's log   delete   release everything
 set -euo pipefail
 NAME=${NAME:-wanjax} ZONE=${ZONE:-us-central1-c} PROJECT=${PROJECT:-}
 TPU=${TPU:-7x}                   # v5p, v6e or 7x, in machines of four chips
-TOPOLOGY=${TOPOLOGY:-2x2x2}      # chips; the group has a quarter of their product in machines
+TOPOLOGY=${TOPOLOGY:-2x2x2}      # chips; the group has product / 4 machines
 MODEL=${MODEL:-SPOT}             # STANDARD, SPOT, FLEX_START or RESERVATION_BOUND
-RESERVATION=${RESERVATION:-}     # its name, with MODEL=RESERVATION_BOUND
+RESERVATION=${RESERVATION:-}     # reservation name, for MODEL=RESERVATION_BOUND
 NETWORK=${NETWORK:-default}      # its firewall must allow TCP between the hosts
 DISK=${DISK:-200GB}
 PORT=${PORT:-8482}               # of process 0
-WORKER=${WORKER:-0}              # host whose log is shown
-HOSTS=${HOSTS:-runs/$NAME.hosts} # lines "id machine address", one a host
+WORKER=${WORKER:-0}              # host whose log to show
+HOSTS=${HOSTS:-runs/$NAME.hosts} # one line "id machine address" per host
 
 source "$(dirname "$0")/common.sh" "$@"
 case $TPU in
   v5p) MACHINE=ct5p-hightpu-4t IMAGE=ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e ;;
   v6e) MACHINE=ct6e-standard-4t IMAGE=ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e ;;
   7x) MACHINE=tpu7x-standard-4t IMAGE=ubuntu-accel-2404-amd64-tpu-tpu7x ;;
-  *) fail "TPU is '$TPU', expected v5p, v6e or 7x; others: tpu_vm.sh" ;;
+  *) fail "TPU is '$TPU', expected v5p, v6e or 7x; for others use tpu_vm.sh" ;;
 esac
 [[ $TOPOLOGY =~ ^[0-9]+(x[0-9]+)+$ ]] || fail "TOPOLOGY is '$TOPOLOGY', expected for example 4x4 or 2x2x2"
 [ -n "$PROJECT" ] || fail "PROJECT is empty; set it to your Google Cloud project"
@@ -51,7 +51,7 @@ case $ACTION in
     ask="echo \$(curl -sf -H Metadata-Flavor:Google $worker_id) \$(hostname) \$(hostname -I | cut -d' ' -f1)"
     if [ "$DRY_RUN" = 1 ]; then
       run "${list[@]}"
-      run "${ssh[@]}" MACHINE "--command=$ask" # once for each machine of the list
+      run "${ssh[@]}" MACHINE "--command=$ask" # once for each machine in the list
       exit
     fi
     mapfile -t machines < <(run "${list[@]}")

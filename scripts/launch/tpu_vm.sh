@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Cloud TPU VMs (v4, v5e, v5p, v6e) by queued resources, one slice or several.
+# Cloud TPU VMs (v4, v5e, v5p, v6e) through queued resources, one slice or several.
 # Usage: NAME=… ZONE=… TPU=… bash scripts/launch/tpu_vm.sh [--dry_run] ACTION [wanjax.train flags]
-#   create   ask for the slices and wait until they are there    setup    copy the committed files
-#   run      train on all hosts; exits 0, 1 or 42                logs     the last lines of a host
-#   delete   give everything back
+#   create   request the slices and wait until they are active    setup    copy the committed files
+#   run      train on all hosts; exits 0, 1 or 42                 logs     last lines of a host's log
+#   delete   release everything
 set -euo pipefail
-NAME=${NAME:-wanjax}            # of the queued resource and of its slice (of several: NAME-0, NAME-1, …)
+NAME=${NAME:-wanjax}            # of the queued resource and its slice (several: NAME-0, NAME-1, …)
 ZONE=${ZONE:-us-east5-b}
-PROJECT=${PROJECT:-}            # empty: that of gcloud config
+PROJECT=${PROJECT:-}            # empty: the one set in gcloud
 TPU=${TPU:-v6e-32}              # accelerator type: v4-…, v5litepod-…, v5p-…, v6e-…
 SLICES=${SLICES:-1}
-SPOT=${SPOT:-1}                 # 1: cheap and may be taken away; 0: on demand
-RESERVED=${RESERVED:-0}         # 1: from your reservation (with SPOT=0)
+SPOT=${SPOT:-1}                 # 1: cheap but preemptible; 0: on demand
+RESERVED=${RESERVED:-0}         # 1: use your reservation (with SPOT=0)
 NETWORK=${NETWORK:-default}     # its firewall must allow TCP between the hosts
-WORKER=${WORKER:-0}             # host whose log is shown, or all
-POLL=${POLL:-60}                # seconds between looks at the queue
+WORKER=${WORKER:-0}             # host whose log to show, or all
+POLL=${POLL:-60}                # seconds between polls of the queue
 
 source "$(dirname "$0")/common.sh" "$@"
 case $TPU in
@@ -22,7 +22,7 @@ case $TPU in
   v5litepod-*) RUNTIME=v2-alpha-tpuv5-lite ;;
   v5p-*) RUNTIME=v2-alpha-tpuv5 ;;
   v6e-*) RUNTIME=v2-alpha-tpuv6e ;;
-  *) fail "TPU is '$TPU', expected v4-N, v5litepod-N, v5p-N or v6e-N; newer ones: tpu_mig.sh, gke_xpk.sh" ;;
+  *) fail "TPU is '$TPU', expected v4-N, v5litepod-N, v5p-N or v6e-N; for newer: tpu_mig.sh, gke_xpk.sh" ;;
 esac
 where=("--zone=$ZONE")
 [ -z "$PROJECT" ] || where+=("--project=$PROJECT")
@@ -42,7 +42,7 @@ case $ACTION in
     while :; do
       state=$(run "${queue[@]}" describe "$NAME" "${where[@]}" '--format=value(state.state)')
       case $state in
-        gcloud*) echo "$state"; break ;; # the dry run
+        gcloud*) echo "$state"; break ;; # dry run
         ACTIVE) break ;;
         FAILED | SUSPEND* | DELET*) echo "queued resource $NAME is $state; delete it" >&2; exit 42 ;;
       esac

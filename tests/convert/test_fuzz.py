@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert import account, disk, files, layouts, save, weights
+from convert import disk, files, layouts, load, save, weights
 from convert.lora import read
 from tests.convert import published, tiny
 
@@ -100,7 +100,7 @@ def test_damaged_checkpoint_files_are_refused_or_read(model, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(1500):
         path.write_bytes(mutate_safetensors(data, rng))
-        action = lambda: account.plan(disk.read(folder), "transformer")
+        action = lambda: load.plan(disk.read(folder), "transformer")
         refused += not outcome(action, path)
     assert refused > 1200
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
@@ -120,7 +120,7 @@ def test_damaged_adapters_are_refused_or_read(tmp_path):
 def full_check(folder):
     checkpoint = disk.read(folder)
     for component in ("transformer", "vae"):
-        account.plan(checkpoint, component)
+        load.plan(checkpoint, component)
     disk.model_config(checkpoint)
 
 
@@ -132,7 +132,7 @@ def test_damaged_json_files_are_refused_or_read(model, tmp_path):
     tensors = files.open_folder(folder / "transformer")[0]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "transformer" / f"{shard}.index.json").write_text(json.dumps(index))
-    assert outcome(lambda: account.plan(disk.read(folder), "transformer"), folder)
+    assert outcome(lambda: load.plan(disk.read(folder), "transformer"), folder)
     paths = sorted(p for p in folder.rglob("*.json") if "tokenizer" not in p.parts)
     for k in range(300):
         path = paths[k % len(paths)]

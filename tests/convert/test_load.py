@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from convert import files, load, save
-from tests.convert import tiny
+from tests.convert import published, tiny
 from wanjax import trees
 from wanjax.models import quant, wan
 from wanjax.parallel import sharding
@@ -134,7 +134,7 @@ import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
-from convert import account, disk, files, load, save
+from convert import disk, files, load, save
 from wanjax.parallel import sharding
 taken = []
 def count(tensor):
@@ -145,7 +145,7 @@ def count(tensor):
     return files.replace(tensor, read=read)
 checkpoint = disk.read(folder)
 tensors = {n: count(t) for n, t in checkpoint.tensors["transformer"].items()}
-shapes = account.plan(checkpoint, "transformer")
+shapes = load.plan(checkpoint, "transformer")
 mesh = sharding.make_mesh({"fsdp": 2})
 tree = load.place(tensors, shapes, "transformer", mesh=mesh)
 config = disk.model_config(checkpoint)
@@ -180,3 +180,30 @@ def test_two_processes_read_their_own_shards_and_save_together(saved, tmp_path):
         assert taken < 0.75 * total  # half of the matrices and all of the small vectors
     tree, _ = load.load_component(tmp_path / "out", "transformer_2")
     assert tiny.equal(tree, saved[1]["high"])
+
+
+def test_missing_tensors_are_named(broken):
+    tiny.edit(broken, lambda d: (d.pop("blocks.1.attn1.to_q.weight"), d.pop("proj_out.bias")))
+    with pytest.raises(ValueError, match=r"transformer has .* 2 missing: .*blocks\.1\.attn1\.to_q"):
+        load.load(broken)
+
+
+def test_unexpected_and_misshapen_tensors_are_named_with_shapes(broken):
+    def change(d):
+        d["blocks.7.norm2.bias"] = np.zeros(32, np.float32)
+        d["proj_out.weight"] = np.zeros((16, 31), np.float32)
+
+    tiny.edit(broken, change)
+    pattern = r"1 unexpected: blocks\.7.*1 of wrong shape: proj_out.weight is \(16, 31\), expected"
+    with pytest.raises(ValueError, match=pattern) as error:
+        load.load(broken)
+    assert "\n" not in str(error.value)
+
+
+def test_variants_the_model_cannot_run_are_named(tmp_path):
+    naming, keys = published.key_list("keys_wan2.2_s2v_14b")
+    files.write_safetensors(
+        tmp_path / "s2v.safetensors", published.random_tensors(published.small(keys, {"dim": 5120}))
+    )
+    with pytest.raises(ValueError, match="S2V checkpoint, which the model code does not run"):
+        load.load(tmp_path / "s2v.safetensors")

@@ -12,6 +12,8 @@ import torch
 import transformers
 from diffusers.pipelines.wan import pipeline_wan
 
+from tests import tiny
+from wanjax import setup as setups
 from wanjax.data import text
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "tiny_tokenizer.py"
@@ -225,3 +227,16 @@ def test_words_with_spaces_are_refused(tmp_path):
     build = runpy.run_path(str(SCRIPT))["build_tiny_tokenizer"]
     with pytest.raises(ValueError, match="free of whitespace and '▁', got 'red circle'"):
         build(["a", "red circle"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_contexts_are_padded_to_one_length_for_all_prompts(model):
+    params, config = setups.load_model(model)
+    long = "red circle " * 20
+    encode = text.make_encoder(config, params, ["", long])
+    assert encode([""]).shape == encode([long]).shape == (1, 40, 24)
+    assert not encode(["red"])[0, -1].any() and encode(["red"])[0, 0].any()

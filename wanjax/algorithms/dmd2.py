@@ -460,8 +460,8 @@ def _passes(setup, step: int) -> list[str]:
     config: distill.Config = setup.algorithm
     if step < config.warm_steps:
         return ["warm"]
-    student, critic = dmd2.turns(step + 1 - config.warm_steps, config.student_every)
-    return ["student"] * student + ["critic"] * critic
+    student = dmd2.turns(step + 1 - config.warm_steps, config.student_every)
+    return ["student"] * student + ["critic"]
 
 
 def _key(setup, step: int, expert: str, name: str, purpose: int):

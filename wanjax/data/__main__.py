@@ -11,7 +11,9 @@ nothing is enlarged. Running the command again continues an interrupted one and 
 
 import argparse
 import collections
+import contextlib
 import json
+import math
 import pathlib
 import sys
 
@@ -49,21 +51,21 @@ def main(argv=None) -> None:
 
 
 def _cache(args) -> None:
-    keep = args.fps == "keep"
-    if not keep and not (_is_number(args.fps) and float(args.fps) > 0):
-        raise ValueError(f"--fps {args.fps}: expected a number of frames per second, or keep")
+    fps = None
+    if args.fps != "keep":
+        with contextlib.suppress(ValueError):
+            fps = float(args.fps)
+        if fps is None or not 0 < fps < math.inf:
+            raise ValueError(f"--fps {args.fps}: expected a number of frames per second, or keep")
     sizes = tuple(map(_parse_size, args.size or ()))
     cache.media(args.folder)
     params, model = setup.load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
     plan = model.sampling
-    settings = cache.Settings(
-        tuple(sorted(set(args.frames or (plan.frames, 1)))),
-        sizes or ((plan.height, plan.width),),
-        None if keep else float(args.fps),
-    )
+    frames = tuple(sorted(set(args.frames or (plan.frames, 1))))
+    settings = cache.Settings(frames, sizes or ((plan.height, plan.width),), fps)
     outcomes = cache.build(args.folder, args.out, settings, params, model)
     print(cache.table(outcomes))
-    if keep:
+    if fps is None:
         print(f"every frame is kept: the model plays them at {plan.fps} fps, whatever they were")
     if not any(outcome.bucket for outcome in outcomes):
         raise ValueError(f"no file of {args.folder} could be used; the reasons are above")
@@ -94,9 +96,8 @@ def inspect(folder) -> str:
 
 def _inspect_latents(folder) -> str:
     source = latents.read(folder)
-    clips, rows = source.clips, []
-    for key, value in source.identity.items():
-        rows.append(f"{key:20} {value}")
+    clips = source.clips
+    rows = [f"{key:20} {value}" for key, value in source.identity.items()]
     rows.append(f"{'latents T,H,W,C':20} {'clips':>7} {'text rows':>12}")
     for shape, group in latents.buckets(clips).items():
         name = "text only" if shape is None else ",".join(map(str, shape))
@@ -121,13 +122,6 @@ def _parse_size(text: str) -> tuple[int, int]:
     if not (height.isdigit() and width.isdigit()):
         raise ValueError(f"--size {text}: expected HEIGHTxWIDTH, such as 480x832")
     return int(height), int(width)
-
-
-def _is_number(value: str) -> bool:
-    try:
-        return np.isfinite(float(value))
-    except ValueError:
-        return False
 
 
 if __name__ == "__main__":

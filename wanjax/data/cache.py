@@ -152,7 +152,7 @@ def fingerprint(tree) -> str:
 
 def identify(params: dict, model: presets.ModelConfig) -> dict:
     """What all clips of a cache share besides the settings, as JSON."""
-    parts = ("vae", "text_encoder") + (("image_encoder",) if model.image else ())
+    parts = ("vae", "text_encoder", "image_encoder")[: 3 if model.image else 2]
     return {
         "latent_channels": model.vae.z_dim,
         "text_length": model.wan.text_len,
@@ -287,9 +287,8 @@ def _encoder(params: dict, model: presets.ModelConfig):
 
     def encode(frames_THWC, caption):
         rows.clear()  # captions rarely repeat
-        text.encode_prompts(
-            read_text, tokenizer, [caption], length=model.wan.text_len, batch=1, cache=rows
-        )
+        length = model.wan.text_len
+        text.encode_prompts(read_text, tokenizer, [caption], length=length, batch=1, cache=rows)
         found = pixels({k: v for k, v in params.items() if k not in model.experts}, frames_THWC)
         arrays = {name: sharding.fetch(a) for name, a in found.items()}
         return arrays | {"text": rows[caption].astype(np.float32)}
@@ -300,9 +299,9 @@ def _encoder(params: dict, model: presets.ModelConfig):
 def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
     """Encode a clip and write its file; an Outcome with a reason if values are not finite."""
     tensors = encode(frames, facts["caption"])
-    bad = [name for name, array in tensors.items() if not np.isfinite(array).all()]
-    if bad:
-        return Outcome(outcome.file, reason=f"its {bad[0]} are not finite numbers")
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            return Outcome(outcome.file, reason=f"its {name} are not finite numbers")
     facts = {**facts, "folder": str(folder.resolve())}
     path = out / "clips" / f"{outcome.key}.safetensors"
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
@@ -320,11 +319,11 @@ def _claim(out, settings: Settings, params, model) -> dict:
     file = out / "cache.json"
     if file.is_file():
         old = json.loads(file.read_text(encoding="utf-8"))
-        changed = [k for k in identity if old["identity"].get(k) != identity[k]]
+        pairs = {k: (old["identity"].get(k), value) for k, value in identity.items()}
+        changed = ", ".join(f"{k} {a} -> {b}" for k, (a, b) in pairs.items() if a != b)
         if changed:
-            listed = ", ".join(f"{k} {old['identity'].get(k)} -> {identity[k]}" for k in changed)
             raise ValueError(
-                f"{out} holds a cache of other settings ({listed}); choose another --out"
+                f"{out} holds a cache of other settings ({changed}); choose another --out"
             )
     elif out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no cache; choose another --out")

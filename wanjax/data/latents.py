@@ -15,7 +15,6 @@ shape, dtype}; latents are raw posterior means, channels first; first-frame late
 P clips of a batch  T latent frames  H W latent height/width  C channels  S text rows  E text width
 """
 
-import concurrent.futures
 import functools
 import hashlib
 import json
@@ -23,7 +22,9 @@ import math
 import pathlib
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
 
 import grain
 import jax
@@ -79,7 +80,7 @@ def read(path) -> Source:
     if (path / "cache.json").is_file():
         identity = json.loads((path / "cache.json").read_text(encoding="utf-8"))["identity"]
         files = sorted((path / "clips").glob("*.safetensors"))
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # waits for disks, not for CPUs
+        with futures.ThreadPoolExecutor(16) as pool:  # waits for disks, not for CPUs
             clips = list(pool.map(_of_cache, files))
     else:
         identity, files = {}, sorted(path.rglob("*.parquet")) if path.is_dir() else []
@@ -118,6 +119,8 @@ class LatentStream:
     holdout: float  # share of the clips never trained on
     model: presets.ModelConfig
     first_frame: bool = False  # give TI2V-5B the clip's first frame; I2V models always get it
+    _ahead: dict = field(default_factory=dict, init=False)  # step -> future of its arrays
+    _pool: Any = field(default_factory=lambda: futures.ThreadPoolExecutor(1), init=False)
 
     def __post_init__(self):
         if self.batch < 1 or not 0 <= self.holdout < 1:
@@ -138,17 +141,16 @@ class LatentStream:
             )
 
     @functools.cached_property
-    def clips(self) -> tuple[Clip, ...]:
-        """Clips that are trained on."""
-        return tuple(clip for clip in self.source.clips if not self._held(clip))
-
-    @functools.cached_property
     def held(self) -> tuple[Clip, ...]:
         """Clips that are held out."""
-        return tuple(clip for clip in self.source.clips if self._held(clip))
+        clips = self.source.clips
+        return tuple(c for c in clips if int(c.digest[:8], 16) / 2**32 < self.holdout)
 
-    def _held(self, clip) -> bool:
-        return int(clip.digest[:8], 16) / 2**32 < self.holdout
+    @functools.cached_property
+    def clips(self) -> tuple[Clip, ...]:
+        """Clips that are trained on."""
+        held = set(self.held)
+        return tuple(clip for clip in self.source.clips if clip not in held)
 
     @functools.cached_property
     def text_rows(self) -> int:
@@ -160,9 +162,8 @@ class LatentStream:
         groups = list(self._groups.values())
         turns = [math.ceil(len(group) / self.batch) for group in groups]
         epoch, turn = divmod(step, sum(turns))
-        order = np.random.default_rng((self.seed, epoch)).permutation(
-            np.repeat(np.arange(len(groups)), turns)
-        )
+        order = np.repeat(np.arange(len(groups)), turns)
+        order = np.random.default_rng((self.seed, epoch)).permutation(order)
         which = order[turn]
         before = epoch * turns[which] + int((order[:turn] == which).sum())  # batches of this shape
         group = groups[which]
@@ -176,8 +177,7 @@ class LatentStream:
         clips = self.choose(step)
         found = ahead.result() if ahead else self._read(clips, self._arrays(clips))
         following = self.choose(step + 1)
-        later = self._pool.submit(self._read, following, self._arrays(following))
-        self._ahead[step + 1] = later
+        self._ahead[step + 1] = self._pool.submit(self._read, following, self._arrays(following))
         return self._item(clips, found, self._arrays(clips))
 
     def heldout(self) -> Iterator[tuple[Item, int]]:
@@ -203,13 +203,10 @@ class LatentStream:
 
     def describe(self) -> str:
         """A line about the clips, and one per shape."""
-        rows = [
-            f"clips    {len(self.clips)} trained on, {len(self.held)} held out, "
-            f"texts of up to {self.text_rows} rows"
-        ]
-        for shape, group in self._groups.items():
-            rows.append(f"         {len(group)} of latents {shape}")
-        return "\n".join(rows)
+        line = f"clips    {len(self.clips)} trained on, {len(self.held)} held out, "
+        line += f"texts of up to {self.text_rows} rows"
+        shapes = [f"         {len(g)} of latents {shape}" for shape, g in self._groups.items()]
+        return "\n".join([line, *shapes])
 
     def state(self, step: int) -> dict:
         """Return what a checkpoint must hold (JSON) to continue with `step` as the next step."""
@@ -218,21 +215,12 @@ class LatentStream:
 
     def resume(self, state: dict) -> int:
         """Return the next step of a saved state; ValueError if it is of a different stream."""
-        return prompts.next_step(
-            state, self.state(state["step"]), "clips", "config.data and the folder it names"
-        )
+        expected = self.state(state["step"])
+        return prompts.next_step(state, expected, "clips", "config.data and the folder it names")
 
     @functools.cached_property
     def _groups(self):
         return buckets(self.clips)
-
-    @functools.cached_property
-    def _ahead(self) -> dict:
-        return {}
-
-    @functools.cached_property
-    def _pool(self):
-        return concurrent.futures.ThreadPoolExecutor(1, "latents")
 
     def _read(self, clips, names) -> list[dict]:
         """Text of every clip, and the named arrays of those this process holds."""
@@ -258,9 +246,7 @@ class LatentStream:
         x0, cond = found.get("latents"), None
         if "first" in found:
             cond = condition.of_latents(found["first"], found.get("image"))
-        elif (
-            self.first_frame and x0 is not None and x0.shape[1] > 1
-        ):  # a single frame leaves no video
+        elif self.first_frame and x0 is not None and x0.shape[1] > 1:  # one frame leaves no video
             cond = {"first": x0[:, :1]}
         return Item(texts, ctx_PSE, x0, cond)
 
@@ -377,20 +363,10 @@ def _of_parquet(file) -> list[Clip]:
         for number, row in enumerate(rows):
             shapes = {name: tuple(row.get(f"{c}_shape") or ()) for name, c in _COLUMNS.items()}
             identity = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
-            length, width = list(shapes["text"])
-            clip = Clip(
-                caption=row["caption"],
-                digest=hashlib.sha256(identity.encode()).hexdigest(),
-                shape=_channels_last(shapes["latents"]),
-                rows=length,
-                width=width,
-                first=_channels_last(shapes["first"]),
-                image=shapes["image"] or None,
-                file=str(file),
-                group=group,
-                row=number,
-            )
-            clips.append(clip)
+            digest = hashlib.sha256(identity.encode()).hexdigest()
+            shape, first = (_channels_last(shapes[name]) for name in ("latents", "first"))
+            more = (first, shapes["image"] or None, str(file), group, number)
+            clips.append(Clip(row["caption"], digest, shape, *shapes["text"], *more))
     return clips
 
 

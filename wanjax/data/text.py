@@ -74,11 +74,8 @@ def tokenize(tokenizer, prompts: list[str], length: int = LENGTH):
     encodings = tokenizer.encode_batch([clean(prompt) for prompt in prompts])
     for i, (prompt, ids) in enumerate(zip(prompts, (e.ids for e in encodings), strict=True)):
         if len(ids) > length:
-            print(
-                f"prompts: the model sees {length} of {len(ids)} tokens of {prompt[:60]!r}…; "
-                "shorten the prompt",
-                flush=True,
-            )
+            seen = f"the model sees {length} of {len(ids)} tokens of {prompt[:60]!r}…"
+            print(f"prompts: {seen}; shorten the prompt", flush=True)
             ids = [*ids[: length - 1], eos]
         ids_BS[i, : len(ids)] = ids
         mask_BS[i, : len(ids)] = True
@@ -129,9 +126,9 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
     prompts: all that will be asked for; the longest one sets S, so that everything compiles once.
     Encodings are cached.
     """
-    tokenizer = load_tokenizer(model.tokenizer)
-    _, mask = tokenize(tokenizer, list(dict.fromkeys(prompts)), model.wan.text_len)
-    S = bucket(int(mask.sum(1).max()), model.wan.text_len)
+    tokenizer, length = load_tokenizer(model.tokenizer), model.wan.text_len
+    _, mask = tokenize(tokenizer, list(dict.fromkeys(prompts)), length)
+    S = bucket(int(mask.sum(1).max()), length)
     run = jax.jit(functools.partial(umt5.encode, config=model.text))
     cache: dict = {}
 
@@ -139,9 +136,7 @@ def make_encoder(model: presets.ModelConfig, params: dict, prompts):
         return sharding.fetch(run(params["text_encoder"], ids_BS, mask_BS))
 
     def encode(prompts):
-        ctx_PSE = encode_prompts(
-            encode_rows, tokenizer, prompts, length=model.wan.text_len, cache=cache
-        )
+        ctx_PSE = encode_prompts(encode_rows, tokenizer, prompts, length=length, cache=cache)
         ctx_PSE = np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
         return ctx_PSE.astype(np.float32)
 

@@ -62,14 +62,9 @@ def frame_grid(path, videos: Sequence[np.ndarray]) -> None:
 
 
 def write_samples(
-    run_dir,
-    step: int,
-    videos: Sequence[np.ndarray] | np.ndarray,
-    prompts: Sequence[str],
-    fps: int,
-    scores: Sequence[dict[str, float]] | None = None,
+    run_dir, step: int, videos, prompts: Sequence[str], fps: int, scores: Sequence | None = None
 ) -> pathlib.Path:
-    """Write the samples of a step (a video, a prompt, scores if any); return their folder."""
+    """Write the samples of a step (a video, a prompt, {name: score} if any); return their folder."""
     if not len(videos) == len(prompts) == len(scores if scores is not None else prompts):
         raise ValueError(
             f"got {len(videos)} videos, {len(prompts)} prompts and {len(scores or prompts)} scores"
@@ -102,13 +97,8 @@ def probe(path) -> dict:
     codec, width, height, fps = stream.groups()
     length = re.search(r"Duration: (\d+):(\d+):([\d.]+)", said)
     hours, minutes, seconds = map(float, length.groups()) if length else (0.0, 0.0, 0.0)
-    return dict(
-        codec=codec,
-        fps=float(fps.replace("k", "e3")),
-        height=int(height),
-        width=int(width),
-        seconds=3600 * hours + 60 * minutes + seconds,
-    )
+    size, rate = dict(height=int(height), width=int(width)), float(fps.replace("k", "e3"))
+    return dict(codec=codec, fps=rate, seconds=3600 * hours + 60 * minutes + seconds, **size)
 
 
 def read_image(path) -> np.ndarray:

@@ -54,16 +54,17 @@ def awm_loss(
     logp_old_B = log_prob(jax.lax.stop_gradient(v_old), x0, noise, sigma_B, **shape)
     adv_max = settings.adv_max
     adv_B = jnp.clip(adv_B, -adv_clip_max, adv_clip_max) * (adv_max / adv_clip_max)
-    policy, aux = grpo.grpo_loss(
-        logp_B, logp_old_B, adv_B, clip=settings.clip, adv_clip_max=adv_max
-    )
-    loss, aux = policy, {"policy_loss": policy, "logp": logp_B.mean(), **aux}
+    clip = settings.clip
+    loss, aux = grpo.grpo_loss(logp_B, logp_old_B, adv_B, clip=clip, adv_clip_max=adv_max)
+    aux = {"policy_loss": loss, "logp": logp_B.mean(), **aux}
     terms = (("kl", "ref", kl_beta, v_ref), ("ema_kl", "ema", settings.ema_kl_beta, v_ema))
     for name, role, beta, other in terms:
         if beta and other is None:
             raise ValueError(f"awm.{name}_beta is {beta} but v_{role} is None; give the velocity")
         if beta:
-            aux[name] = _kl(v_new, other)
+            flow.check_shapes(v=v_new, other=other)
+            new, fixed = flow.wide(v_new, jax.lax.stop_gradient(other))
+            aux[name] = flow.sample_mean((new - fixed) ** 2).mean()
             loss = loss + beta * aux[name]
     return loss, {**aux, "loss": loss}
 
@@ -74,9 +75,3 @@ def log_prob(v, x0, noise, sigma_B, *, weighting, power):
         raise ValueError(f"awm.weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}")
     flow.check_per_sample(v, sigma=sigma_B)
     return -WEIGHTINGS[weighting](flow.flow_error(v, x0, noise), jnp.asarray(sigma_B), power)
-
-
-def _kl(v_new, other):
-    flow.check_shapes(v=v_new, other=other)
-    v_new, other = flow.wide(v_new, jax.lax.stop_gradient(other))
-    return flow.sample_mean((v_new - other) ** 2).mean()

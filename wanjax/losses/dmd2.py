@@ -87,7 +87,7 @@ def ode_pair_loss(x, v, end, sigma, sigma_s, *, first: int = 0):
 
 def gan_generator_loss(fake_BL):
     """mean softplus(−logit of student clips); returns (loss, aux)."""
-    loss = jax.nn.softplus(-_wide(fake_BL)).mean()
+    loss = jax.nn.softplus(-flow.wide(fake_BL)[0]).mean()
     return loss, {"loss": loss}
 
 
@@ -111,7 +111,7 @@ def f_weight(kind, ratio_B):
     """h(r) [B] of an f-divergence for density ratios r = teacher/student; see `density_ratio`."""
     if kind not in F_WEIGHTS:
         raise ValueError(f"dmd2.divergence is {kind!r}; expected one of {', '.join(F_WEIGHTS)}")
-    return F_WEIGHTS[kind](jax.lax.stop_gradient(_wide(ratio_B)))
+    return F_WEIGHTS[kind](jax.lax.stop_gradient(flow.wide(ratio_B)[0]))
 
 
 def density_ratio(logit_BL, t_B, mean_N):
@@ -122,7 +122,7 @@ def density_ratio(logit_BL, t_B, mean_N):
     `ratio_mean` updates it from the sums and counts.
     """
     flow.check_per_sample(logit_BL, t=t_B)
-    logit_B = flow.sample_mean(_wide(logit_BL))
+    logit_B = flow.sample_mean(flow.wide(logit_BL)[0])
     ratio_B = jnp.exp(jnp.clip(jax.lax.stop_gradient(logit_B), -LOGIT_LIMIT, LOGIT_LIMIT))
     bins = mean_N.shape[0]
     index_B = jnp.clip((t_B * bins / 1000).astype(jnp.int32), 0, bins - 1)
@@ -137,11 +137,10 @@ def ratio_mean(mean_N, sum_N, count_N, decay):
 
 
 def turns(step, interval):
-    """(student, critic): which of them step `step` = 1, 2, … updates: the student every `interval`
-    steps, the critic always."""
+    """Whether step `step` = 1, 2, … updates the student: every `interval`; the critic always is."""
     if interval < 1:
         raise ValueError(f"dmd2.student_every is {interval}; expected at least 1")
-    return step % interval == 0, True
+    return step % interval == 0
 
 
 def student_ema_decay(updates, decay, start):
@@ -156,7 +155,3 @@ def student_ema_decay(updates, decay, start):
 def score_timesteps(raw, shift, *, t_lo, t_hi):
     """Timesteps at which scores are compared, for raw draws in [0, 1000): shifted, then clamped."""
     return jnp.clip(1000 * schedule.shift_map(jnp.asarray(raw) / 1000, shift), t_lo, t_hi)
-
-
-def _wide(a):
-    return flow.wide(a)[0]

@@ -81,7 +81,8 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
     if density.name == "uniform":
         u = lo + q * (hi - lo)
     elif density.name == "logit_normal":
-        a, b = (_normal_cdf((_logit(x) - density.mean) / density.std) for x in (lo, hi))
+        z_lo, z_hi = ((_logit(x) - density.mean) / density.std for x in (lo, hi))
+        a, b = (0.5 * (1 + math.erf(z / math.sqrt(2))) for z in (z_lo, z_hi))
         z = jax.scipy.special.ndtri(a + q * (b - a))
         u = jax.nn.sigmoid(density.mean + density.std * z)
     else:
@@ -175,10 +176,6 @@ def _bell(t):
 
 def _logit(u):
     return math.log(u / (1 - u)) if 0 < u < 1 else math.copysign(math.inf, u - 0.5)
-
-
-def _normal_cdf(z):
-    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
 
 
 def _mode(x, scale, xp):

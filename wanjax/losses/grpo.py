@@ -33,9 +33,7 @@ def grpo_loss(logp_B, logp_old_B, adv_B, *, clip, adv_clip_max: float = 5.0):
     return loss, {"loss": loss, **aux}
 
 
-def guard_loss(
-    logp_B, logp_old_B, adv_B, mean_B, mean_old_B, *, std_B, h_B, clip, adv_clip_max: float = 5.0
-):
+def guard_loss(logp_B, logp_old_B, adv_B, mean_B, mean_old_B, *, std_B, h_B, clip, adv_clip_max):
     """GRPO-Guard loss; returns (loss, aux).
 
     mean_B, mean_old_B: transition means [B, ...]; std_B: their common std; h_B: σ_i − σ_{i+1} > 0,

@@ -18,7 +18,14 @@ import numpy as np
 
 from wanjax.losses import flow
 
-MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+# mode -> advantages of the clipped ones
+MODES = {
+    "all": lambda adv_B: adv_B,
+    "positive_only": lambda adv_B: jnp.maximum(adv_B, 0),
+    "negative_only": lambda adv_B: jnp.minimum(adv_B, 0),
+    "one_only": lambda adv_B: (adv_B > 0).astype(adv_B.dtype),
+    "binary": jnp.sign,
+}
 
 # kind -> (flat, rate, cap). 0: old is the new policy after each epoch (on-policy); 1: the default;
 # 2: on-policy for 75 steps, then nearly frozen.
@@ -63,30 +70,22 @@ def nft_loss(
     }
     if v_ref is None:
         return policy, {"loss": policy, **aux}
-    reference = _to_reference(v_new, v_old, v_ref)
-    loss = policy + kl_beta * reference["kl"]
-    return loss, {"loss": loss, **aux, **reference}
+    flow.check_shapes(v_new=v_new, v_ref=v_ref)
+    v_new, v_ref = flow.wide(v_new, jax.lax.stop_gradient(v_ref))
+    aux["kl"] = ((v_new - v_ref) ** 2).mean()
+    aux["old_kl"] = ((v_old - v_ref) ** 2).mean()
+    aux["v_norm_ratio"] = flow.norm_ratio(v_new, v_ref)  # shows inflated velocities (2606.27771)
+    loss = policy + kl_beta * aux["kl"]
+    return loss, {"loss": loss, **aux}
 
 
 def optimality(adv_B, mode, adv_clip_max):
-    """r_B in [0, 1] from advantages: clip to ±adv_clip_max, apply the mode, map linearly.
-
-    Modes: all; positive_only and negative_only replace the other sign by 0; one_only gives 1 to
-    positive advantages and 0 to the rest; binary gives the sign.
-    """
+    """r_B in [0, 1] from advantages: clip to ±adv_clip_max, apply the mode, map linearly."""
     if mode not in MODES:
         raise ValueError(f"nft.mode is {mode!r}; expected one of {', '.join(MODES)}")
     if not adv_clip_max > 0:
         raise ValueError(f"nft.adv_clip_max is {adv_clip_max}; expected a positive number")
-    adv_B = jnp.clip(jnp.asarray(adv_B), -adv_clip_max, adv_clip_max)
-    if mode == "positive_only":
-        adv_B = jnp.maximum(adv_B, 0)
-    elif mode == "negative_only":
-        adv_B = jnp.minimum(adv_B, 0)
-    elif mode == "one_only":
-        adv_B = (adv_B > 0).astype(adv_B.dtype)
-    elif mode == "binary":
-        adv_B = jnp.sign(adv_B)
+    adv_B = MODES[mode](jnp.clip(jnp.asarray(adv_B), -adv_clip_max, adv_clip_max))
     return jnp.clip(adv_B / adv_clip_max / 2 + 0.5, 0, 1)
 
 
@@ -117,19 +116,9 @@ def stratified_steps(key, sample_ids, count, lo, hi):
         raise ValueError(
             f"nft.timesteps is {count}; expected 1..{hi - lo} (schedule steps {lo}..{hi - 1})"
         )
-    step_BT = lo + jnp.floor(_strata(key, sample_ids, count) * (hi - lo)).astype(jnp.int32)
+    q_BT = (jnp.arange(count)[None] + flow.uniform(key, sample_ids, (count,))) / count
+    step_BT = lo + jnp.floor(q_BT * (hi - lo)).astype(jnp.int32)
     return jnp.minimum(step_BT, hi - 1)  # q may round to 1
-
-
-def _to_reference(v_new, v_old, v_ref):
-    """Distances to the reference policy; the norm ratio shows inflated velocities (2606.27771)."""
-    flow.check_shapes(v_new=v_new, v_ref=v_ref)
-    v_new, v_ref = flow.wide(v_new, jax.lax.stop_gradient(v_ref))
-    return {
-        "kl": ((v_new - v_ref) ** 2).mean(),
-        "old_kl": ((v_old - v_ref) ** 2).mean(),
-        "v_norm_ratio": flow.norm_ratio(v_new, v_ref),
-    }
 
 
 def _normalised(error):
@@ -137,8 +126,3 @@ def _normalised(error):
     before the division; averaging ratios over shards would be a different loss."""
     weight_B = jnp.maximum(flow.sample_mean(jnp.abs(jax.lax.stop_gradient(error))), WEIGHT_FLOOR)
     return flow.sample_mean(error**2) / weight_B, weight_B
-
-
-def _strata(key, sample_ids, count):
-    """q_BT with q_BT[:, k] uniform in [k/T, (k + 1)/T)."""
-    return (jnp.arange(count)[None] + flow.uniform(key, sample_ids, (count,))) / count

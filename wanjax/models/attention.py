@@ -54,16 +54,7 @@ class _Plan:
     last_count: int
 
 
-def attend(
-    q_BLNK,
-    k_BSNK,
-    v_BSNK,
-    *,
-    kernel: str = "auto",
-    form: str = "auto",
-    last_count: int = 1,
-    length: int | None = None,
-):
+def attend(q_BLNK, k_BSNK, v_BSNK, *, kernel="auto", form="auto", last_count=1, length=None):
     """Attention output [B, L, N, K] in the dtype of q.
 
     Args:
@@ -79,8 +70,7 @@ def attend(
     shared_keys = S != L or last_count > 1
     ulysses, ring = context_form(heads, mesh, form)
     chunks = math.gcd(heads // mesh.get("tensor", 1) // ulysses, CHUNKS) if ulysses > 1 else 1
-    real = S if length is None else length
-    plan = _Plan(kernel, ulysses, chunks, ring, shared_keys, real, last_count)
+    plan = _Plan(kernel, ulysses, chunks, ring, shared_keys, length or S, last_count)
     if rows := -L % mesh.get("context", 1):
         q_BLNK = _pad_rows(q_BLNK, L + rows)
         if not shared_keys:
@@ -456,12 +446,8 @@ def _fa3_backward(q, k, v, out, lse, d_out):
     rows = jax.ShapeDtypeStruct((B, N, -(-L // 640) * 640), jnp.float32)
     gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     absent = jnp.zeros(0, jnp.int32)
-    call = jax.ffi.ffi_call(
-        "flash_mha_bwd",
-        [*gradients, rows, rows],
-        input_layouts=[None] * 10,
-        output_layouts=[None] * 5,
-    )
+    layouts = dict(input_layouts=[None] * 10, output_layouts=[None] * 5)
+    call = jax.ffi.ffi_call("flash_mha_bwd", [*gradients, rows, rows], **layouts)
     static = dict(
         max_seqlen_q_val=L,
         max_seqlen_q_has_value=True,

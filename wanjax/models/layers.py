@@ -87,9 +87,8 @@ class RMSNorm(nn.Module):
     def __call__(self, x, rope=None):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         scale = _row(scale.astype(jnp.float32), x.ndim)
-        inverse = jax.lax.rsqrt(
-            jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True) + self.eps
-        )
+        square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+        inverse = jax.lax.rsqrt(square + self.eps)
         if rope is None:
             return x.astype(jnp.float32) * inverse * scale
         cos, sin = (table[None, :, None, :, None] for table in rope)
@@ -97,13 +96,10 @@ class RMSNorm(nn.Module):
         def pairs(x):
             return x.reshape(*x.shape[:-1], -1, cos.shape[-2], 2)
 
-        def swapped(x):
-            return pairs(x)[..., ::-1]
-
         sign = _row(np.array([-1, 1], np.float32), 5)
         # partners are taken from x in its own dtype, so that XLA writes no float32 copy of the norm
         own = pairs(x).astype(jnp.float32) * pairs(scale)
-        partner = swapped(x).astype(jnp.float32) * swapped(scale) * sign
+        partner = pairs(x)[..., ::-1].astype(jnp.float32) * pairs(scale)[..., ::-1] * sign
         return (own * cos + partner * sin).reshape(x.shape) * inverse
 
 

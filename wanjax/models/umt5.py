@@ -48,9 +48,7 @@ def init(key, config: UMT5Config):
         return Layer(config).init(key, x_BSE, mask_BS, bucket_QS)["params"]
 
     return {
-        "shared": {
-            "embedding": jax.random.normal(k_embed, (config.vocab_size, config.d_model)),
-        },
+        "shared": {"embedding": jax.random.normal(k_embed, (config.vocab_size, config.d_model))},
         "encoder": {
             "block": jax.vmap(init_layer)(jax.random.split(k_block, config.num_layers)),
             "final_layer_norm": {"scale": jnp.ones(config.d_model)},

@@ -54,33 +54,26 @@ class VAEConfig:
     scale_factor_spatial: int = 8
 
     def __post_init__(self):
-        levels = len(self.dim_mult)
-        fixed = {
-            "attn_scales": (),
-            "dropout": 0.0,
-            "scale_factor_temporal": _STRIDE_T,
-            "scale_factor_spatial": 2 ** (levels - 1) * self.patch,
-        }
-        lengths = {
-            "temperal_downsample": levels - 1,
-            "latents_mean": self.z_dim,
-            "latents_std": self.z_dim,
-        }
-        for name, value in fixed.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"vae config: {name} is {getattr(self, name)}, expected {value}")
-        for name, length in lengths.items():
-            if len(getattr(self, name)) != length:
+        down, z, space = len(self.dim_mult) - 1, self.z_dim, self.scale_factor_spatial
+        side = 2**down * self.patch
+        checks = (
+            ("attn_scales", self.attn_scales == (), "()"),
+            ("dropout", self.dropout == 0, "0.0"),
+            ("scale_factor_temporal", self.scale_factor_temporal == _STRIDE_T, _STRIDE_T),
+            ("scale_factor_spatial", space == side, side),
+            ("temperal_downsample", len(self.temperal_downsample) == down, f"{down} entries"),
+            ("latents_mean", len(self.latents_mean) == z, f"{z} entries"),
+            ("latents_std", len(self.latents_std) == z, f"{z} entries"),
+            ("temperal_downsample", sum(self.temperal_downsample) == 2, "two true entries"),
+        )
+        for name, fits, expected in checks:
+            if not fits:
                 got = getattr(self, name)
-                raise ValueError(f"vae config: {name} is {got}, expected {length} entries")
-        if sum(self.temperal_downsample) != 2:
-            got = self.temperal_downsample
-            raise ValueError(f"vae config: temperal_downsample is {got}, expected two true entries")
+                raise ValueError(f"vae config: {name} is {got}, expected {expected}")
         if self.is_residual and self.dim_mult[-2] % self.dim_mult[-1]:
-            got = self.dim_mult
             raise ValueError(
-                f"vae config: dim_mult is {got} with is_residual, expected a last entry that "
-                "divides the one before it (the averaging shortcut keeps whole channel groups)"
+                f"vae config: dim_mult is {self.dim_mult} with is_residual, expected a last entry "
+                "that divides the one before it (the averaging shortcut keeps whole channel groups)"
             )
 
     @property
@@ -108,15 +101,18 @@ def encode(params, x_BTHWC, *, config: VAEConfig, step=1):
     T must be 4n+1 and gives n+1 latent frames; H and W must divide by scale_factor_spatial
     (otherwise ValueError).
     """
-    mean, _ = posterior(params, x_BTHWC, config=config, step=step)
-    return _normalise(mean, config)
+    z, _ = posterior(params, x_BTHWC, config=config, step=step)
+    mean, std = jnp.asarray(config.latents_mean), jnp.asarray(config.latents_std)
+    return (z - _wide(mean)) / _wide(std)
 
 
 def posterior(params, x_BTHWC, *, config: VAEConfig, step=1):
     """Return mean and log-variance (clipped to [-30, 20]) of the unnormalised latents, float32."""
     _check_pixels(x_BTHWC, config)
-    moments = _encode_moments(params, _patchify(x_BTHWC, config.patch), config, step)
-    mean, logvar = jnp.split(moments, 2, -1)
+    flat = trees.flatten(params)
+    x = _patchify(x_BTHWC, config.patch).astype(flat["quant_conv/kernel"].dtype)
+    moments = _scan_chunks(_encoder(config), flat, x, _STRIDE_T * step)
+    mean, logvar = jnp.split(_conv(flat, "quant_conv", moments).astype(jnp.float32), 2, -1)
     return mean, jnp.clip(logvar, -30.0, 20.0)
 
 
@@ -131,11 +127,14 @@ def decode_tiled(params, z_BTHWC, *, config: VAEConfig, tile=256):
     """Decode big frames in spatial tiles that overlap by a quarter, blended linearly, as diffusers
     does; see `decode`. `tile` counts pixels: multiples of 4·scale_factor_spatial.
     """
-    stride = tile * 3 // 4
+    stride, z_unit, x_unit = tile * 3 // 4, config.scale_factor_spatial, config.patch
     _check_latents(z_BTHWC, config)
-    _check_tiles(tile, stride, config.scale_factor_spatial)
+    if not 0 < stride <= tile or tile % z_unit or stride % z_unit:
+        raise ValueError(
+            f"vae tiling: tile {tile} and stride {stride}, expected 0 < stride <= tile, "
+            f"both multiples of {z_unit}"
+        )
     run = partial(_decode_frames, params, config=config)
-    z_unit, x_unit = config.scale_factor_spatial, config.patch
     sizes_z, sizes_x = (tile // z_unit, stride // z_unit), (tile // x_unit, stride // x_unit)
     x = _tiled(run, _denormalise(z_BTHWC, config), sizes_z, sizes_x)
     return jnp.clip(_unpatchify(x, config.patch), -1.0, 1.0)
@@ -169,15 +168,11 @@ def _tiled(run, x, sizes_in, sizes_out):
 
 def _blend(before, after, extent, axis):
     """Fade from the end of `before` to the start of `after` over `extent` rows or columns."""
-    extent = min(extent, before.shape[axis], after.shape[axis])
-    size = after.shape[axis]
-    old = jax.lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis)
-    new, rest = (
-        jax.lax.slice_in_dim(after, a, b, axis=axis) for a, b in ((0, extent), (extent, size))
-    )
-    weight = jnp.expand_dims(
-        jnp.arange(extent) / max(extent, 1), [a for a in range(5) if a != axis]
-    )
+    extent, cut = min(extent, before.shape[axis], after.shape[axis]), jax.lax.slice_in_dim
+    old = cut(before, before.shape[axis] - extent, None, axis=axis)
+    new, rest = cut(after, 0, extent, axis=axis), cut(after, extent, None, axis=axis)
+    others = [a for a in range(5) if a != axis]
+    weight = jnp.expand_dims(jnp.arange(extent) / max(extent, 1), others)
     return jnp.concatenate([old * (1 - weight) + new * weight, rest], axis)
 
 
@@ -240,14 +235,8 @@ def _decoder(config):
 
 def _mid(root, dim):
     """Return the layers of a middle block."""
-    names = (
-        f"{root}/mid_block/resnets/0",
-        f"{root}/mid_block/attentions/0",
-        f"{root}/mid_block/resnets/1",
-    )
-    return [
-        (kind, name, dim, dim) for kind, name in zip(("res", "attn", "res"), names, strict=True)
-    ]
+    kinds = {"resnets/0": "res", "attentions/0": "attn", "resnets/1": "res"}
+    return [(kind, f"{root}/mid_block/{name}", dim, dim) for name, kind in kinds.items()]
 
 
 def _head(root, c_in, c_out):
@@ -292,14 +281,6 @@ def _shapes(config):
 
 # Running it: `params` is flat from here on. `carry` maps the path of a temporal convolution to its
 # history; it is empty before frame 0, and each layer replaces its own entry (one dict per chunk).
-
-
-def _encode_moments(params, x_BTHWC, config, step=1):
-    """Return quant_conv(encoder(x)), float32, for patchified pixels of 4n+1 frames."""
-    flat = trees.flatten(params)
-    x = x_BTHWC.astype(flat["quant_conv/kernel"].dtype)
-    moments = _scan_chunks(_encoder(config), flat, x, _STRIDE_T * step)
-    return _conv(flat, "quant_conv", moments).astype(jnp.float32)
 
 
 def _decode_frames(params, z_BTHWC, config, step=1):
@@ -493,11 +474,6 @@ def _unpatchify(x, p):
     return x.reshape(B, T, H * p, W * p, C // p**2)
 
 
-def _normalise(mean_BTHWC, config):
-    mean, std = jnp.asarray(config.latents_mean), jnp.asarray(config.latents_std)
-    return (mean_BTHWC - _wide(mean)) / _wide(std)
-
-
 def _denormalise(z_BTHWC, config):
     mean, std = jnp.asarray(config.latents_mean), jnp.asarray(config.latents_std)
     return z_BTHWC.astype(jnp.float32) * _wide(std) + _wide(mean)
@@ -524,13 +500,4 @@ def _check_latents(z, config):
     if z.ndim != 5 or z.shape[-1] != config.z_dim or not z.shape[1]:
         raise ValueError(
             f"vae.decode: z has shape {z.shape}, expected [B, T>0, H, W, {config.z_dim}]"
-        )
-
-
-def _check_tiles(tile, stride, factor):
-    """Raise ValueError unless tiles overlap or touch and cover whole latents."""
-    if not 0 < stride <= tile or tile % factor or stride % factor:
-        raise ValueError(
-            f"vae tiling: tile {tile} and stride {stride}, expected 0 < stride <= tile, "
-            f"both multiples of {factor}"
         )

@@ -1,5 +1,5 @@
 """The Wan video diffusion transformer: one module and one config for every variant (arXiv
-2503.20314), from patches to velocity.
+2503.20314). One file, because init, denoise, storage and sharding share its parameter paths.
 
 v = denoise(params, lora, x_t, t, text): patches -> blocks of {self-attention with 3D rotary
 embedding, cross-attention to text (and CLIP image tokens), feed-forward}, each modulated by the
@@ -405,9 +405,8 @@ class ImageEmbedder(nn.Module):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         if config.pos_embed_seq_len is not None:
             shape = (1, config.pos_embed_seq_len, image_BSE.shape[-1])
-            image_BSE = image_BSE + self.param(
-                "pos_embed", nn.initializers.zeros, shape, jnp.float32
-            )
+            zeros = nn.initializers.zeros
+            image_BSE = image_BSE + self.param("pos_embed", zeros, shape, jnp.float32)
         u = layers.LayerNorm(1e-5, affine=True, name="norm1")(image_BSE)
         u = layers.Dense(image_BSE.shape[-1], dtype, name="ff.net.0.proj")(u)
         u = layers.Dense(config.dim, dtype, name="ff.net.2")(nn.gelu(u, approximate=False))

@@ -41,15 +41,8 @@ SHAPES = ("circle", "square", "triangle")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x right, y down
 BACKGROUNDS = {"gray": (0.5, 0.5, 0.5), "black": (0.08, 0.08, 0.08), "white": (0.92, 0.92, 0.92)}
 # Never rendered in pre-training; every colour and every shape is seen elsewhere.
-HELD_OUT = frozenset(
-    [
-        ("red", "triangle"),
-        ("green", "circle"),
-        ("yellow", "square"),
-        ("purple", "circle"),
-        ("cyan", "triangle"),
-    ]
-)
+_NOVEL = dict(red="triangle", green="circle", yellow="square", purple="circle", cyan="triangle")
+HELD_OUT = frozenset(_NOVEL.items())
 
 SIDE = 14.0  # pixels; the area of every shape is side^2
 TRAVEL = 16  # pixels from the first to the last frame
@@ -58,11 +51,7 @@ MARGIN = 2.0  # pixels kept free at the border and between two objects
 CLUTTER = 24.0  # pixels per frame that may belong to no object of the caption
 _AREA = (0.45 * SIDE**2, 1.7 * SIDE**2)  # pixels a blob may have
 # half width and half height of the unit-area shapes, and how far below the middle their centroid is
-_EXTENT = (
-    (0.5642, 0.5642, 0),
-    (0.5, 0.5, 0),
-    (0.7598, 0.6580, 0.2193),
-)
+_EXTENT = ((0.5642, 0.5642, 0), (0.5, 0.5, 0), (0.7598, 0.6580, 0.2193))
 
 
 @dataclass(frozen=True)
@@ -153,18 +142,13 @@ def pack(spec_list):
 
     The second slot of a one-object Spec repeats the first; count_B says how many are drawn.
     """
-    tables = (list(COLOURS), SHAPES, list(DIRECTIONS))
-    slots = np.array(
-        [
-            [
-                [table.index(word) for table, word in zip(tables, _row(o), strict=True)]
-                for o in (spec.objects[0], spec.objects[-1])
-            ]
-            for spec in spec_list
-        ],
-        np.int32,
-    ).reshape(len(spec_list), 2, 3)
-    grounds = list(BACKGROUNDS)
+    colours, directions, grounds = list(COLOURS), list(DIRECTIONS), list(BACKGROUNDS)
+    slots = [
+        (colours.index(o.colour), SHAPES.index(o.shape), directions.index(o.direction))
+        for spec in spec_list
+        for o in (spec.objects[0], spec.objects[-1])
+    ]
+    slots = np.array(slots, np.int32).reshape(len(spec_list), 2, 3)
     return {
         "colour_BO": slots[..., 0],
         "shape_BO": slots[..., 1],
@@ -218,14 +202,9 @@ def reward(video_BTHWC, prompts, meta=None):
     blobs = _blobs(video.astype(np.float32) / 255 if video.dtype == np.uint8 else video)
 
     colour_BOQ = (want["colour_BO"][..., None] == np.arange(len(COLOURS))).astype(np.float32)
-    parts_BOPQ = np.stack(
-        [
-            colour_BOQ,
-            np.take_along_axis(blobs["shape_BZQ"], want["shape_BO"][..., None], 1),
-            np.take_along_axis(blobs["direction_BYQ"], want["direction_BO"][..., None], 1),
-        ],
-        axis=2,
-    )
+    shape_BOQ = np.take_along_axis(blobs["shape_BZQ"], want["shape_BO"][..., None], 1)
+    way_BOQ = np.take_along_axis(blobs["direction_BYQ"], want["direction_BO"][..., None], 1)
+    parts_BOPQ = np.stack([colour_BOQ, shape_BOQ, way_BOQ], axis=2)
     quality_BOQ = blobs["present_BQ"][:, None] * parts_BOPQ.mean(2)
     taken_BO = _assign(quality_BOQ + 1e-3 * colour_BOQ, want["count_B"])
     parts_BOP = np.take_along_axis(parts_BOPQ, taken_BO[:, :, None, None], 3)[..., 0]
@@ -249,9 +228,8 @@ def reward(video_BTHWC, prompts, meta=None):
     scores_B = (0.75 + 0.25 * info["background"]) * info["clean"]
     scores_B *= over_objects(present_BO * parts_BOP.mean(2))
     right_BO = (parts_BOP > 0.5).all(2) & (present_BO >= 0.94)  # one bad frame of 17
-    info["strict"] = (
-        (right_BO | ~drawn_BO).all(1) & (info["background"] > 0) & (clutter_B < CLUTTER)
-    )
+    tidy_B = (info["background"] > 0) & (clutter_B < CLUTTER)
+    info["strict"] = (right_BO | ~drawn_BO).all(1) & tidy_B
     return scores_B.astype(np.float32), info
 
 
@@ -309,9 +287,8 @@ def _blobs(video_BTHWC):
     Q = len(COLOURS)
     video_BTHWC = _smooth(video_BTHWC)
     ground_BC = np.median(video_BTHWC[:, ::2, ::4, ::4].reshape(B, -1, 3), axis=1)
-    away_BK = np.linalg.norm(
-        ground_BC[:, None] - np.array(list(BACKGROUNDS.values()), np.float32), axis=2
-    )
+    grounds_KC = np.array(list(BACKGROUNDS.values()), np.float32)
+    away_BK = np.linalg.norm(ground_BC[:, None] - grounds_KC, axis=2)
     background_B = np.where(away_BK.min(1) < 0.2, away_BK.argmin(1), -1)
 
     video_BTHWC = video_BTHWC - ground_BC[:, None, None, None].astype(np.float32)
@@ -396,10 +373,6 @@ def _direction_quality(travel_BQX, wobble_BQ):
     across_BYQ = np.abs(np.einsum("BQX,YX->BYQ", travel_BQX, way_YX[:, ::-1]))
     steady_BQ = np.clip(2 - wobble_BQ / 2, 0, 1)
     return np.clip((along_BYQ - 2 * across_BYQ) / 10, 0, 1) * steady_BQ[:, None]
-
-
-def _row(thing):
-    return thing.colour, thing.shape, thing.direction
 
 
 _THING = rf"a ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) moving ({'|'.join(DIRECTIONS)})"

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from convert import lora, merge, save
+from convert import lora, save, weights
 from convert.lora import adapter, read
 from tests.convert import tiny
 from wanjax.models import wan
@@ -41,7 +41,7 @@ def test_dense_parts_are_kept_apart_and_merged_exactly(tmp_path):
     )
     assert set(adapter.to_trees(found, tiny.CONFIG)["high"]["blocks"]) == {"attn1"}
     base = save.of_tree(tiny.params()["high"])
-    merged, _ = merge.merge(base, found, "high", 2.0, None, "transformer")
+    merged, _ = weights.merge(base, found, "high", 2.0, None, "transformer")
     for name, value in (("blocks.0.norm2.weight", 0.5), ("blocks.2.scale_shift_table", 4.0)):
         np.testing.assert_allclose(merged[name].all() - base[name].all(), value, rtol=1e-5)
     np.testing.assert_allclose(

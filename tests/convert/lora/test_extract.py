@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from convert import merge, save
+from convert import save, weights
 from convert.lora import adapter, extract
 from tests.convert import tiny
 
@@ -14,7 +14,7 @@ def test_extraction_finds_a_planted_low_rank_change(tmp_path):
     a, b = tiny.pair("m", 3).values()
     planted = adapter.Adapter(modules={None: {name: adapter.LowRank(a, b, 0.3)}})
     planted.dense = {None: {"blocks.1.norm2.bias": np.ones(32, np.float32)}}
-    tuned, _ = merge.merge(base, planted, None, 1.0, None, "transformer")
+    tuned, _ = weights.merge(base, planted, None, 1.0, None, "transformer")
     pairs, dense, lost = extract.approximate(base, tuned, 3)
     assert lost < 1e-5 and set(pairs) == {name} and set(dense) == {"blocks.1.norm2.bias"}
     np.testing.assert_allclose(
