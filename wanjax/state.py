@@ -74,8 +74,8 @@ def with_role(key, state: State, training: TrainingConfig, role: str, params: di
 
 
 def check_start(state: State, training: TrainingConfig, adapters: dict) -> None:
-    """Raise ValueError for a trained expert whose given adapter {expert: tree} has other layers or
-    another rank than the run's; the state may hold shapes."""
+    """Raise ValueError for a trained expert whose given adapter {expert: tree} has different layers
+    or a different rank from the run's; the state may hold shapes."""
     for expert in sorted(set(adapters) & set(training.experts())):
         given, own = (
             {path: leaf.shape for path, leaf in trees.flatten(tree).items()}

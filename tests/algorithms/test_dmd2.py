@@ -148,17 +148,17 @@ def test_the_first_step_alarms_at_a_critic_that_is_not_the_teacher():
     assert [found[f"dmd2/critic_gap/{e}"] for e in BOTH] == [0, 0] and not look(found)
     assert not any("critic_gap" in name for name in _updated()[1])  # of step 1
     for changed in (dict(critic=_base(seed=1)), dict(teacher=_base(seed=1))):
-        found = dmd2._critic_gaps(_start(JOINT, **changed))
+        found = distill.critic_gaps(_start(JOINT, **changed))
         pairs = zip(*(jax.tree.leaves(_base(seed=n)["low"]) for n in (0, 1)), strict=True)
         want = max(np.abs(a - b).max() for a, b in pairs)
         np.testing.assert_allclose(found["dmd2/critic_gap/low"], want, rtol=1e-6)
         assert len(look(found)) == 2
     moved = _stir(states.trainable(state, JOINT.training, "critic")["high"], 8)
-    found = dmd2._critic_gaps(
+    found = distill.critic_gaps(
         states.replace_trainable(state, JOINT.training, {"high": moved}, "critic")
     )
     assert found["dmd2/critic_gap/high"] > 0.1 and found["dmd2/critic_gap/low"] == 0
-    assert not dmd2._critic_gaps(_distilled()[1][0])  # another variant
+    assert not distill.critic_gaps(_distilled()[1][0])  # another variant
 
 
 def test_each_pass_moves_its_own_role_and_nothing_else():

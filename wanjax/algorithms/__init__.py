@@ -28,20 +28,6 @@ class Tools:
     reward: Any = None  # (video, prompts) -> ({name: scores}, info); None without rewards
 
 
-class Batch(Protocol):
-    """What collect hands to update."""
-
-    @property
-    def version(self) -> int:
-        """Step of the policy that made it; update refuses a batch of a different one."""
-        ...
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Scalars for the log."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """One jitted function of a step, as the planner compiles it.
@@ -102,11 +88,13 @@ class Algorithm(Protocol):
         ...
 
     def collect(self, state: State, setup: Setup, item: Item, tools: Tools) -> Any:
-        """The Batch of a step: what the current policy makes of the item, scored."""
+        """The batch of a step: what the current policy makes of the item, scored. It has `version`,
+        the step of that policy, and `metrics`, scalars for the log."""
         ...
 
     def update(self, state: State, setup: Setup, batch: Any) -> tuple[State, dict[str, Any]]:
-        """(state at step + 1, metrics) after the step's optimizer steps."""
+        """(state at step + 1, metrics) after the step's optimizer steps; refuses a batch of
+        a different version."""
         ...
 
     def programs(self, state: State, setup: Setup, tools: Tools) -> dict[str, Program]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wanjax import optim, sampler, sampling
+from wanjax import optim, sampler, sampling, trees
 from wanjax import state as states
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator
@@ -189,3 +189,25 @@ def _real(level, keys, ids, x, *, setup):
     x_s = flow.add_noise(x["real"], draw(2), level["sigma_s"])
     x_t = _scored(level, keys, ids, x_s, setup=setup, noise=3)[0]
     return x_t, x_t + 0.1 * draw(4)
+
+
+def critic_gaps(state) -> dict:
+    """The largest weight by which the critic of an expert differs from its teacher, an adapter by
+    its B; {} where they are different variants. Alarms of the first step expect 0."""
+    teacher, critic = (states.role_params(state, role) for role in ("teacher", "critic"))
+    gaps = {}
+    for expert in sorted(teacher.keys() & critic.keys()):
+        base, own = (trees.flatten(role[expert][0]) for role in (teacher, critic))
+        low_rank = trees.flatten(critic[expert][1])
+        if all(path in own and own[path].shape == x.shape for path, x in base.items()):
+            pairs = [(own[path], x) for path, x in base.items() if own[path] is not x]
+            moved = [x for path, x in low_rank.items() if path.endswith("/b")]
+            gaps[f"dmd2/critic_gap/{expert}"] = _largest(pairs, moved)
+    return gaps
+
+
+@jax.jit
+def _largest(pairs, moved):
+    pairs, moved = trees.cast((pairs, moved), jnp.float32)
+    gaps = [jnp.abs(a - b).max() for a, b in pairs] + [jnp.abs(x).max() for x in moved]
+    return jnp.max(jnp.stack([jnp.float32(0), *gaps]))

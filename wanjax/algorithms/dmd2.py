@@ -210,7 +210,7 @@ def update(state, setup, batch: Batch):
     config: distill.Config = setup.algorithm
     steps.check_version(batch, state)
     step = batch.version
-    collected = [_critic_gaps(state)] if step == 0 else []
+    collected = [distill.critic_gaps(state)] if step == 0 else []
     for name in batch.latents:  # the student comes first: critic and clips are those of the start
         for expert in setup.experts:
             state, metrics = _take(state, setup, batch, expert, name)
@@ -267,28 +267,6 @@ def _flops(setup: Setup, name: str, grid) -> int:
         return steps.training_flops(critic, grid, lora=lora)
     judged = 2 * wan.forward_flops(teacher, grid) + wan.forward_flops(critic, grid)
     return steps.training_flops(setup.model.wan, grid, lora=lora) + judged
-
-
-def _critic_gaps(state) -> dict:
-    """The largest weight by which the critic of an expert differs from its teacher, an adapter by
-    its B; {} where they are different variants. Alarms of the first step expect 0."""
-    teacher, critic = (states.role_params(state, role) for role in ("teacher", "critic"))
-    gaps = {}
-    for expert in sorted(teacher.keys() & critic.keys()):
-        base, own = (trees.flatten(role[expert][0]) for role in (teacher, critic))
-        low_rank = trees.flatten(critic[expert][1])
-        if all(path in own and own[path].shape == x.shape for path, x in base.items()):
-            pairs = [(own[path], x) for path, x in base.items() if own[path] is not x]
-            moved = [x for path, x in low_rank.items() if path.endswith("/b")]
-            gaps[f"dmd2/critic_gap/{expert}"] = _largest(pairs, moved)
-    return gaps
-
-
-@jax.jit
-def _largest(pairs, moved):
-    pairs, moved = trees.cast((pairs, moved), jnp.float32)
-    gaps = [jnp.abs(a - b).max() for a, b in pairs] + [jnp.abs(x).max() for x in moved]
-    return jnp.max(jnp.stack([jnp.float32(0), *gaps]))
 
 
 def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, exit_step: int):

@@ -22,7 +22,7 @@ from wanjax.state import State
 
 
 def check_version(batch, state: State) -> None:
-    """Raise ValueError for a batch that another policy than the current one has made."""
+    """Raise ValueError for a batch made by a different policy from the current one."""
     if batch.version != int(state.step):
         raise ValueError(f"batch of policy {batch.version} given to policy {int(state.step)}")
 

@@ -120,7 +120,7 @@ class LatentStream:
     model: presets.ModelConfig
     first_frame: bool = False  # give TI2V-5B the clip's first frame; I2V models always get it
     _ahead: dict = field(default_factory=dict, init=False)  # step -> future of its arrays
-    _pool: Any = field(default_factory=lambda: futures.ThreadPoolExecutor(1), init=False)
+    _pool: Any = field(default_factory=lambda: futures.ThreadPoolExecutor(1, "latents"), init=False)
 
     def __post_init__(self):
         if self.batch < 1 or not 0 <= self.holdout < 1:

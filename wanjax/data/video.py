@@ -64,7 +64,7 @@ def frame_grid(path, videos: Sequence[np.ndarray]) -> None:
 def write_samples(
     run_dir, step: int, videos, prompts: Sequence[str], fps: int, scores: Sequence | None = None
 ) -> pathlib.Path:
-    """Write the samples of a step (a video, a prompt, {name: score} if any); return their folder."""
+    """Write the samples of a step (videos, prompts, {name: score} if any); return their folder."""
     if not len(videos) == len(prompts) == len(scores if scores is not None else prompts):
         raise ValueError(
             f"got {len(videos)} videos, {len(prompts)} prompts and {len(scores or prompts)} scores"

@@ -1,11 +1,5 @@
 """One program on many processes: start-up, agreement between them, and the end on request.
 
-    start(...)        find the cluster, call the roll, jax.distributed.initialize
-    everywhere(fn)    run fn on every process; a ValueError on one of them is raised on all
-    agree(facts)      raise ValueError on every process when versions, code or facts differ
-    preempted(step)   whether all processes must save and stop after this step
-    leave(code, …)    end this process in a way that ends the others too
-
 Where a process runs comes from flags, from JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and
 JAX_PROCESS_ID, from SLURM (srun), from Open MPI (mpirun), or, for the coordinator "auto", from what
 jax detects by itself: TPU VM and GKE metadata, or a Kubernetes Job. With none of these there is one
@@ -62,12 +56,7 @@ class Place:
     source: str = "single process"
 
 
-def start(
-    coordinator: str = "",
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    local_devices: str = "",
-) -> Place:
+def start(coordinator="", num_processes=None, process_id=None, local_devices="") -> Place:
     """Join the other processes of the run, if there are any; call before any use of devices.
 
     coordinator: "host:port" of process 0, "auto", or "" to look at the environment; local_devices:
@@ -198,7 +187,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
     hosts, values = gather(socket.gethostname()), [json.loads(other) for other in gather(text)]
-    keys = sorted({key for value in values for key in value})
+    keys = sorted(set().union(*values))
     keys = [key for key in keys if len({value.get(key) for value in values}) > 1]
     parts = []
     for key in keys[:5]:
@@ -228,9 +217,8 @@ def gather(text: str) -> list[str]:
     row[: len(data)] = np.frombuffer(data, np.uint8)
     rows = multihost_utils.process_allgather(row)
     sizes = np.reshape(sizes, -1)
-    return [
-        r[:n].tobytes().decode() for r, n in zip(rows.reshape(len(sizes), -1), sizes, strict=True)
-    ]
+    rows = rows.reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def preempted(step: int) -> bool:
@@ -312,10 +300,9 @@ def _ask(place: Place, host: str, port: int, deadline: float) -> None:
     near = host in _LOOPBACK  # then no other host needs to reach it
     dual = socket.has_dualstack_ipv6() and not near
     family = socket.AF_INET6 if dual else socket.AF_INET
+    address = ("127.0.0.1" if near else "", port)
     try:
-        server = socket.create_server(
-            ("127.0.0.1" if near else "", port), family=family, dualstack_ipv6=dual, backlog=1024
-        )
+        server = socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
         raise ValueError(
             f"{here} cannot listen on port {port} of --coordinator={host}:{port} "

@@ -5,7 +5,9 @@ the 1x1x1x1x1 mesh, so the same program runs anywhere. Batch over data x fsdp, t
 context, weights over fsdp x context, heads and ffn over tensor, blocks over stage.
 """
 
+import collections
 import contextlib
+import itertools
 import math
 
 import jax
@@ -71,16 +73,11 @@ def mesh_shape() -> dict[str, int]:
 
 def spec(*logical: str | None) -> P:
     """PartitionSpec of an array whose dimensions have these logical names."""
-    used: list[str] = []
-    entries = []
-    for name in logical:
-        axes = RULES[name]
-        clash = set(axes) & set(used)
-        if clash:
-            raise ValueError(f"mesh axis {sorted(clash)[0]!r} serves two dimensions of {logical}")
-        used.extend(axes)
-        entries.append(axes if len(axes) > 1 else (axes[0] if axes else None))
-    return P(*entries)
+    rules = [RULES[name] for name in logical]
+    uses = collections.Counter(itertools.chain(*rules))
+    if clash := sorted(axis for axis, count in uses.items() if count > 1):
+        raise ValueError(f"mesh axis {clash[0]!r} serves two dimensions of {logical}")
+    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in rules))
 
 
 def constrain(x, *logical: str | None):
@@ -100,12 +97,10 @@ def fetch(x) -> np.ndarray:
 def to_host(tree):
     """Move arrays to pinned host memory under the same sharding, so that an idle expert holds no
     device memory once the originals are dropped. On a backend without such memory they stay."""
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    if "pinned_host" not in kinds:
+    host = "pinned_host"
+    if host not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
         return tree
-    return jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree
-    )
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(host)), tree)
 
 
 def to_device(tree):

@@ -11,14 +11,14 @@
 Orbax commits atomically, but it restores flipped bits without notice, lists empty folders and casts
 dtypes silently. So a checkpoint counts only with a manifest whose digests match, every rename is of
 a complete folder, and leaves are compared with the manifest before Orbax reads them. Its
-CheckpointManager does not serve: it deletes in place and treats any folder it finds as good; only
-its preservation policies are used. Random keys are not state: they derive from (seed, step,
-purpose).
+CheckpointManager does not serve: it deletes in place and treats any folder it finds as good. Random
+keys are not state: they derive from (seed, step, purpose).
 
 Several processes must share the file system and call `save`, `latest_good`, `restore`, `prune` and
 `claim` together.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -27,8 +27,6 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import jax
@@ -36,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers as policies
 
 from wanjax import trees
 
@@ -111,16 +108,9 @@ def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None)
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}; set config.keep_last")
     folder = pathlib.Path(run_dir) / "checkpoints"
-    steps = sorted(_steps(folder))
-    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
-    if keep_every:
-        rules.append(policies.EveryNSteps(keep_every))
-    if best is not None:
-        rules.append(policies.CustomSteps([best]))
-    kept = policies.AnyPreservationPolicy(rules).should_preserve(
-        [_Saved(step) for step in steps], context=policies.PreservationContext()
-    )
-    gone = [step for step, stays in zip(steps, kept, strict=True) if not stays]
+    steps = _steps(folder)
+    kept = {*steps[-keep_last:], best, *(s for s in steps if keep_every and s % keep_every == 0)}
+    gone = [step for step in steps if step not in kept]
     _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 
@@ -146,15 +136,6 @@ def write_json(path, value) -> None:
         os.fsync(file.fileno())
     os.replace(tmp, path)
     _fsync_folder(path.parent)
-
-
-@dataclass
-class _Saved:
-    """A checkpoint as Orbax's preservation policies want it; those used here read only `step`."""
-
-    step: int
-    time: datetime = datetime.min
-    metrics: dict[str, Any] | None = None
 
 
 def _claim(run_dir, config, resume, defaults):
@@ -183,7 +164,8 @@ def _claim(run_dir, config, resume, defaults):
     new = json.loads(_dump(config, "config"))
     defaults = json.loads(_dump(defaults, "defaults"))
     changes = _differences(old, new, defaults)
-    fixed = {key: change for key, change in changes.items() if not _may_vary(key)}
+    free = tuple(f"{name}." for name in VARIABLE_KEYS)
+    fixed = {key: pair for key, pair in changes.items() if not f"{key}.".startswith(free)}
     if fixed:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
         raise ValueError(
@@ -200,17 +182,9 @@ def _claim(run_dir, config, resume, defaults):
 def _differences(old, new, defaults):
     old, new = trees.dotted(old), trees.dotted(new)
     old |= {k: v for k, v in trees.dotted(defaults).items() if k in new and k not in old}
-    keys = [*old, *(key for key in new if key not in old)]
-    pairs = {key: (_shown(old, key), _shown(new, key)) for key in keys}
+    old, new = ({k: json.dumps(v, ensure_ascii=False) for k, v in c.items()} for c in (old, new))
+    pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in old | new}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
-
-
-def _shown(flat, key):
-    return json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"
-
-
-def _may_vary(key):
-    return any(key == name or key.startswith(name + ".") for name in VARIABLE_KEYS)
 
 
 def _orbax():
@@ -235,12 +209,13 @@ def _make_room(folder, leaves):
 
 
 def _commit(tmp, final, step, leaves, meta):
+    names = sorted(str(p.relative_to(tmp)) for p in tmp.rglob("*") if p.is_file())
     body = {
         "format": FORMAT,
         "step": step,
         "meta": meta,
         "leaves": {path: [list(leaf.shape), leaf.dtype.name] for path, leaf in leaves.items()},
-        "files": _digests(tmp, _files(tmp), sync=True),
+        "files": _digests(tmp, names, sync=True),
     }
     write_json(tmp / _MANIFEST, {"crc32": _crc(body), "body": body})
     for folder in {(tmp / name).parent for name in body["files"]}:
@@ -252,16 +227,17 @@ def _commit(tmp, final, step, leaves, meta):
 
 
 def _search(folder):
-    for name in _unfinished(folder):
-        print(f"checkpoint: ignoring {folder / name}, not a finished checkpoint", flush=True)
-    for step in sorted(_steps(folder), reverse=True):
+    finished = {_name(step) for step in _steps(folder)}
+    for path in sorted(folder.glob("*")):
+        if path.name not in finished and not path.name.startswith("corrupt-"):
+            print(f"checkpoint: ignoring {path}, not a finished checkpoint", flush=True)
+    for step in reversed(_steps(folder)):
         path = folder / _name(step)
         fault = _fault(path)
         if fault is None:
             return step
-        aside = next(
-            p for n in range(10**6) if not (p := folder / f"corrupt-{path.name}-{n}").exists()
-        )
+        asides = (folder / f"corrupt-{path.name}-{n}" for n in itertools.count())
+        aside = next(aside for aside in asides if not aside.exists())
         os.rename(path, aside)
         print(f"checkpoint: {path} is damaged ({fault}); moved to {aside.name}", flush=True)
     return -1
@@ -279,31 +255,16 @@ def _fault(path):
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, expected {size}"
     found = _digests(path, body["files"])
-    changed = [name for name in found if found[name] != body["files"][name]]
-    return f"{changed[0]} has a different crc32 from when it was written" if changed else None
+    for name, digest in body["files"].items():
+        if digest != found[name]:
+            return f"{name} has a different crc32 from when it was written"
+    return None
 
 
 def _steps(folder):
-    """Steps of the folders that have a manifest, which is not checked here."""
-    return [int(_STEP.fullmatch(name)[1]) for name in _committed(folder)]  # type: ignore[index]
-
-
-def _committed(folder):
-    if not folder.is_dir():
-        return []
-    names = sorted(path.name for path in folder.iterdir())
-    return [
-        name for name in names if _STEP.fullmatch(name) and (folder / name / _MANIFEST).is_file()
-    ]
-
-
-def _unfinished(folder):
-    if not folder.is_dir():
-        return []
-    return sorted(
-        {p.name for p in folder.iterdir() if not p.name.startswith("corrupt-")}
-        - {*_committed(folder)}
-    )
+    """Steps of the folders that have a manifest, which is not checked here, in order."""
+    named = (_STEP.fullmatch(file.parent.name) for file in folder.glob(f"*/{_MANIFEST}"))
+    return sorted(int(match[1]) for match in named if match)
 
 
 def _finished(folder):
@@ -400,25 +361,20 @@ def _name(step):
     return f"step_{step:08d}"
 
 
-def _files(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
 def _digests(folder, names, sync=False):
+    """{name: [bytes, crc32]} of files, after forcing them to disk where asked."""
+
+    def digest(name):
+        size = crc = 0
+        with open(folder / name, "rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            while chunk := file.read(1 << 22):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return [size, crc]
+
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: _digest(folder / name, sync), names)
-        return dict(zip(names, digests, strict=True))
-
-
-def _digest(path, sync=False):
-    """Return [bytes, crc32] of a file, after forcing it to disk where asked."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        while chunk := file.read(1 << 22):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def _crc(value):

@@ -34,13 +34,7 @@ from wanjax.parallel import distributed
 EXPERTS = ("high", "low")
 WANDB = ("off", "offline", "online")
 # What the progress line shows, if present: metric name -> label.
-_PROGRESS = {
-    "reward": "reward",
-    "success": "success",
-    "loss": "loss",
-    "lr": "lr",
-    "grad_norm": "grad",
-}
+_PROGRESS = {name: name for name in ("reward", "success", "loss", "lr")} | {"grad_norm": "grad"}
 _WINDOW = 20  # steps over which the rate and the remaining time are averaged
 
 
@@ -121,9 +115,8 @@ class MetricsWriter:
         record["time/wall"] = time.time()
         record["perf/steps_per_second"] = self._rate()
         record.update(peak_memory())
-        self._file.write(
-            json.dumps({"step": step, **{k: _jsonable(v) for k, v in record.items()}}) + "\n"
-        )
+        line = {"step": step} | {key: _jsonable(value) for key, value in record.items()}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._show(progress_line(step, self.total, record))
         self._track("log", step, record)
@@ -342,9 +335,8 @@ class Wandb:
         self._run.log({"step": step, **metrics})
 
     def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
-        self._run.log(
-            {"step": step, name: self._wandb.Video(str(path), caption=caption, format="mp4")}
-        )
+        film = self._wandb.Video(str(path), caption=caption, format="mp4")
+        self._run.log({"step": step, name: film})
 
     def close(self) -> None:
         self._run.finish()
@@ -388,10 +380,8 @@ def _rewind(path, start):
 
 def _parse(line):
     try:
-        record = json.loads(line) if line.endswith("\n") else None
+        record = json.loads(line if line.endswith("\n") else "")
     except ValueError:
-        return None
-    if record is None:
         return None
     return {key: float(value) if isinstance(value, str) else value for key, value in record.items()}
 
