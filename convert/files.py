@@ -4,6 +4,7 @@ Every reader returns {name: Tensor}; nothing is read before `Tensor.read(index)`
 so loading, converting and merging all stream. Headers are checked in full when a file is opened:
 a truncated, overlapping, duplicated or absurd entry is a ValueError that names file and tensor.
 Format: https://github.com/huggingface/safetensors#format (8-byte length, JSON header, raw data).
+One module for all formats, as their readers share the checks of names, shapes and ranges.
 """
 
 import json

@@ -348,7 +348,7 @@ def _rollout(s, chosen, batch=3, ids=None, **kwargs):
     key = jax.random.key(7)
     ids = jnp.arange(batch) if ids is None else jnp.asarray(ids)
     x = sampler.initial_noise(key, ids, SHAPE)
-    kwargs = dict(kind="flow", eta=0.7, slots=len(chosen)) | kwargs
+    kwargs = dict(kind="flow", eta=0.7, solver="euler", slots=len(chosen)) | kwargs
     return _jitted(x, key, ids, schedule.slot_table(s, chosen), s=s, **kwargs)
 
 
@@ -422,7 +422,8 @@ def test_a_sharded_batch_gives_the_same_rollout():
     plain = _rollout(s, [1], batch=8)
     key, ids = jax.random.key(7), jnp.arange(8)
     x = jax.device_put(sampler.initial_noise(key, ids, SHAPE), NamedSharding(mesh, P("data")))
-    split = _jitted(x, key, ids, schedule.slot_table(s, [1]), s=s, slots=1, kind="flow", eta=0.7)
+    static = dict(s=s, slots=1, kind="flow", eta=0.7, solver="euler")
+    split = _jitted(x, key, ids, schedule.slot_table(s, [1]), **static)
     for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     assert split[0].sharding.spec[0] == "data"
@@ -436,8 +437,9 @@ def test_another_window_does_not_recompile_and_all_ode_steps_ignore_the_noise():
     def run(x, key, slot_I):
         traces.append(1)
         return sampler.rollout(
-            _experts(), x, key, jnp.arange(2), s, slot_I, slots=2, kind="flow", eta=0.7
-        )
+            _experts(), x, key, jnp.arange(2), s, slot_I,
+            slots=2, kind="flow", eta=0.7, solver="euler",
+        )  # fmt: skip
 
     x = sampler.initial_noise(jax.random.key(0), jnp.arange(2), SHAPE)
     outs = [run(x, jax.random.key(1), schedule.slot_table(s, w))[0] for w in ([1, 2], [4, 6])]
@@ -543,13 +545,14 @@ def test_errors_name_what_was_found():
         sampler.sde_step(x, x, jnp.ones(3), 0.4, **kwargs)
     with pytest.raises(ValueError, match="sampling.solver is 'heun'"):
         sampler.sample({"high": lambda x, t: x}, x, s, solver="heun")
+    run = partial(sampler.rollout, solver="euler")
     with pytest.raises(ValueError, match="sde.window"):
-        sampler.rollout({}, x, None, None, s, np.full(4, -1), slots=0, kind="flow", eta=0.7)
+        run({}, x, None, None, s, np.full(4, -1), slots=0, kind="flow", eta=0.7)
     for kind, eta in (("ode", 0.5), ("flow", 0.0), ("cps", 1.2)):
         with pytest.raises(ValueError, match="sde.kind is 'ode'|sde.eta is"):
-            sampler.rollout({}, x, None, None, s, np.full(4, -1), slots=1, kind=kind, eta=eta)
+            run({}, x, None, None, s, np.full(4, -1), slots=1, kind=kind, eta=eta)
     with pytest.raises(ValueError, match="slot_I has shape"):
-        sampler.rollout({"high": lambda x, t: x}, x, jax.random.key(0), jnp.arange(2), s,
-                        np.full(5, -1), slots=1, kind="flow", eta=0.7)  # fmt: skip
+        run({"high": lambda x, t: x}, x, jax.random.key(0), jnp.arange(2), s, np.full(5, -1),
+            slots=1, kind="flow", eta=0.7)  # fmt: skip
     with pytest.raises(ValueError, match="guidance.mode"):
         sampler.cfg(lambda x, t, c: x, 2.0, x, x, mode="parallel")

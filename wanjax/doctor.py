@@ -56,6 +56,11 @@ def run(model: str, workdir: str) -> list[Line]:
     return lines
 
 
+def _judged(status: str, check: str, finding: str, hint: str) -> Line:
+    """The line of a check that is OK if there is nothing to change, else of this status."""
+    return (status, check, f"{finding}; {hint}") if hint else ("OK", check, finding)
+
+
 def versions() -> list[Line]:
     """Versions, and GPU plugins that cannot be installed together."""
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
@@ -74,13 +79,12 @@ def environment() -> list[Line]:
     if platforms == "cpu" and accelerator:
         lines.append(("WARN", "JAX_PLATFORMS", "is cpu; unset it to use an accelerator"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft < 4096
-    hint = f"; run ulimit -n {min(hard, 65536)}" if few else ""
-    lines.append(("WARN" if few else "OK", "open files", f"limit {soft}{hint}"))
+    hint = f"run ulimit -n {min(hard, 65536)}" if soft < 4096 else ""
+    lines.append(_judged("WARN", "open files", f"limit {soft}", hint))
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total / 2**30
-        hint = "; start the container with --shm-size=16g" if size < 1 else ""
-        lines.append(("WARN" if hint else "OK", "/dev/shm", f"{size:.1f} GiB{hint}"))
+        hint = "start the container with --shm-size=16g" if size < 1 else ""
+        lines.append(_judged("WARN", "/dev/shm", f"{size:.1f} GiB", hint))
     lock = pathlib.Path(tempfile.gettempdir()) / "libtpu_lockfile"
     if lock.exists() and jax.default_backend() != "tpu":
         lines.append(("WARN", "TPU", f"{lock} exists: another process may hold the TPU; stop it"))
@@ -107,9 +111,8 @@ def matmul() -> list[Line]:
         x, y = jax.device_put((a, b), device)
         got = jnp.matmul(x, y, precision="highest")
         worst = max(worst, float(np.abs(np.asarray(got) - want).max() / np.abs(want).max()))
-    bad = not worst < 1e-5
-    hint = "; a device computes wrongly: replace the machine" if bad else ""
-    return [("FAIL" if bad else "OK", "matmul", f"relative error {worst:.1e}{hint}")]
+    hint = "" if worst < 1e-5 else "a device computes wrongly: replace the machine"
+    return [_judged("FAIL", "matmul", f"relative error {worst:.1e}", hint)]
 
 
 def collective() -> list[Line]:
@@ -140,16 +143,11 @@ def kernels() -> list[Line]:
 
     want, lines = jax.tree.leaves(value("xla")), []
     for name in available:
-        got = jax.tree.leaves(value(name))
-        worst = max(_relative_error(a, b) for a, b in zip(got, want, strict=True))
-        bad = not worst < 0.03
-        hint = "; set config.model.attention to another kernel" if bad else ""
-        lines.append(("FAIL" if bad else "OK", f"attention {name}", f"error {worst:.1e}{hint}"))
+        pairs, norm = zip(jax.tree.leaves(value(name)), want, strict=True), jnp.linalg.norm
+        worst = max(float(norm((a - b).astype(jnp.float32)) / norm(b)) for a, b in pairs)
+        hint = "" if worst < 0.03 else "set config.model.attention to another kernel"
+        lines.append(_judged("FAIL", f"attention {name}", f"error {worst:.1e}", hint))
     return lines or [("OK", "attention", "xla is the only kernel of this backend")]
-
-
-def _relative_error(a, b) -> float:
-    return float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b))
 
 
 def storage(workdir: str) -> list[Line]:
@@ -159,12 +157,10 @@ def storage(workdir: str) -> list[Line]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 2**30
     if not os.access(folder, os.W_OK):
-        return [
-            ("FAIL", "workdir", f"{folder} is not writable; set config.workdir to a folder that is")
-        ]
-    few = free < 50
-    hint = "; free some or set config.workdir, an A14B LoRA checkpoint takes 10 GiB" if few else ""
-    return [("WARN" if few else "OK", "workdir", f"{folder}: {free:.0f} GiB free{hint}")]
+        hint = "set config.workdir to a folder that is"
+        return [("FAIL", "workdir", f"{folder} is not writable; {hint}")]
+    hint = "free some or set config.workdir, an A14B LoRA checkpoint takes 10 GiB"
+    return [_judged("WARN", "workdir", f"{folder}: {free:.0f} GiB free", hint * (free < 50))]
 
 
 def ffmpeg() -> list[Line]:

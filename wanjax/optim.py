@@ -23,9 +23,8 @@ START = "start/"  # prefix of the metrics of a run's first optimizer step
 def make(config: OptimConfig) -> optax.GradientTransformation:
     """The transformation for a tree of weights or of adapters; adapter scales never change."""
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    adam = optax.adamw(
-        learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay
-    )
+    rate, decay = learning_rate(config), config.weight_decay
+    adam = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=decay)
     return optax.chain(clip, optax.partition({"move": adam, "keep": optax.set_to_zero()}, _labels))
 
 

@@ -108,11 +108,10 @@ def write_report(run_dirs: Sequence, out) -> pathlib.Path:
     runs = [load_run(run_dir) for run_dir in run_dirs]
     out = pathlib.Path(out)
     title = " vs ".join(run.name for run in runs)
-    body = "\n".join(
-        [_header(runs, title), _films(runs), _curves(runs), _phases(runs), _facts(runs)]
-    )
+    parts = (_header(runs, title), _films(runs), _curves(runs), _phases(runs), _facts(runs))
     page = _TEMPLATE.read_text(encoding="utf-8")
-    page = page.replace("@@title@@", escape(f"wanjax: {title}")).replace("@@body@@", body)
+    page = page.replace("@@title@@", escape(f"wanjax: {title}"))
+    page = page.replace("@@body@@", "\n".join(parts))
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.with_name(f".{out.name}.tmp")
     tmp.write_text(page, encoding="utf-8")
@@ -123,11 +122,9 @@ def write_report(run_dirs: Sequence, out) -> pathlib.Path:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: RUN... [--out FILE]."""
     parser = argparse.ArgumentParser(prog="python -m wanjax.report", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder, such as runs/quickstart"
-    )
-    parser.add_argument("--out", help="default: RUN/report.html, or report.html for several runs")
+    parser.formatter_class, add = argparse.RawDescriptionHelpFormatter, parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folder, such as runs/quickstart")
+    add("--out", help="default: RUN/report.html, or report.html for several runs")
     args = parser.parse_args(argv)
     default = pathlib.Path(args.runs[0] if len(args.runs) == 1 else ".") / "report.html"
     try:
@@ -196,7 +193,7 @@ def _in_words(run):
     elif "loss_before" in s and "loss_after" in s:
         before, after = _num(s["loss_before"]), _num(s["loss_after"])
         text = f"The loss on held-out clips went from {before} to {after}. "
-    elif curve := _reward_curve(run):
+    elif curve := _finite(run, "reward/mean") or _finite(run, "reward"):
         few = max(len(curve) // 10, 1)
         first, last = statistics.fmean(curve[:few]), statistics.fmean(curve[-few:])
         span = "step" if few == 1 else f"{few} steps"
@@ -204,19 +201,13 @@ def _in_words(run):
         text += f"to {_num(last)} (last {span}). "
     if not s:
         of = f" of {run.config['steps']}" if "steps" in run.config else ""
-        text += (
-            f"There is no summary yet: {done}{of} steps are logged; the run is still going or "
-            "was stopped."
-        )
+        text += f"There is no summary yet: {done}{of} steps are logged; "
+        text += "the run is still going or was stopped."
     return text.strip()
 
 
-def _reward_curve(run):
-    for name in ("reward/mean", "reward"):
-        curve = [r[name] for r in run.records if math.isfinite(r.get(name, math.nan))]
-        if curve:
-            return curve
-    return []
+def _finite(run, name):
+    return [r[name] for r in run.records if math.isfinite(r.get(name, math.nan))]
 
 
 def _tiles(run):
@@ -285,22 +276,18 @@ def _films(runs):
         for label, where, samples in columns:
             for sample in samples:
                 size = sample.path.stat().st_size
-                if _names(sample) == _names(first) and 0 < size <= room:
+                same = (sample.path.name, sample.prompt) == (first.path.name, first.prompt)
+                if same and 0 < size <= room:
                     room -= size
                     cells.append(_film(label, where, sample))
         if cells:
-            prompt, films = escape(first.prompt or first.path.stem), "".join(cells)
-            prompt = f'<p class="prompt">{prompt}</p>'
-            rows.append(f'<div class="card">{prompt}<div class="row">{films}</div></div>')
+            prompt = f'<p class="prompt">{escape(first.prompt or first.path.stem)}</p>'
+            rows.append(f'<div class="card">{prompt}<div class="row">{"".join(cells)}</div></div>')
     total = len(columns[0][2])
     which = f"The first {len(rows)} of {total}" if len(rows) < total else f"All {total}"
     about = f"{which} sample prompts, in their order; the same prompt starts from the same noise."
     rows = "".join(rows)
     return f'<h2>Videos</h2><p class="soft">{about}</p><div class="films">{rows}</div>'
-
-
-def _names(sample):
-    return sample.path.name, sample.prompt
 
 
 def _film(label, where, sample):
@@ -320,7 +307,7 @@ def _film(label, where, sample):
 class _Series:
     name: str
     colour: int
-    dashed: bool
+    dash: str  # an attribute of its strokes
     steps: list[int]
     values: list[float]
 
@@ -331,18 +318,14 @@ def _curves(runs):
     sections: dict[str, list[str]] = {title: [] for title in _SECTIONS}
     for base in dict.fromkeys(metrics.split_name(key)[0] for key in shown):
         series = [s for n, run in enumerate(runs) for s in _series(run, n, base, len(runs) > 1)]
-        sections[_section(base)].append(_chart(base, series))
+        parts = base.split("/")
+        fits = (any(part.startswith(words) for part in parts) for words in _SECTIONS.values())
+        section = next(itertools.compress(_SECTIONS, fits))
+        sections[section].append(_chart(base, series))
     return "\n".join(
         f'<h2>{title}</h2><div class="charts">{"".join(charts)}</div>'
         for title, charts in sections.items()
         if charts
-    )
-
-
-def _section(base):
-    parts = base.split("/")
-    return next(
-        title for title, words in _SECTIONS.items() if any(part.startswith(words) for part in parts)
     )
 
 
@@ -363,7 +346,8 @@ def _series(run, n, base, several):
         low = expert == "low"
         name = f"{run.name if several else ''} {expert}".strip()
         colour = n % _COLOURS if several else int(low)
-        series.append(_Series(name, colour, several and low, *_thin(steps, values)))
+        dash = ' stroke-dasharray="5 4"' if several and low else ""
+        series.append(_Series(name, colour, dash, *_thin(steps, values)))
     return series
 
 
@@ -420,7 +404,7 @@ def _chart(title, series):
     last = _num(series[0].values[-1]) if len(series) == 1 else ""
     return (
         f'<figure class="card"><figcaption><h3>{escape(title)}</h3><span>{last}</span></figcaption>'
-        f"{_legend([(s.name, s.colour, s.dashed) for s in series if s.name])}"
+        f"{_legend([s for s in series if s.name])}"
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
         f' aria-label="{escape(title)}"'
         f' data-c="{escape(hover)}">{"".join(svg)}</svg></figure>'
@@ -438,17 +422,15 @@ def _path(series, values, x, y, style):
         if math.isfinite(value):
             parts.append(f"{pen}{x(step)} {y(value)}" + ("h0.01" if pen == "M" else ""))
         pen = "L" if math.isfinite(value) else "M"
-    dash = ' stroke-dasharray="5 4"' if series.dashed else ""
-    return f'<path d="{"".join(parts)}" stroke="var(--s{series.colour})" {style}{dash}/>'
+    return f'<path d="{"".join(parts)}" stroke="var(--s{series.colour})" {style}{series.dash}/>'
 
 
-def _legend(names):
+def _legend(series):
     items = []
-    for name, colour, dashed in names:
-        style = f'stroke="var(--s{colour})" stroke-width="3"'
-        style += ' stroke-dasharray="5 4"' if dashed else ""
+    for s in series:
+        style = f'stroke="var(--s{s.colour})" stroke-width="3"{s.dash}'
         key = f'<svg viewBox="0 0 18 10"><line x1="1" x2="17" y1="6" y2="6" {style}/></svg>'
-        items.append(f"<span>{key}{escape(name)}</span>")
+        items.append(f"<span>{key}{escape(s.name)}</span>")
     return f'<div class="legend">{"".join(items)}</div>'
 
 
@@ -474,9 +456,8 @@ def _tick_labels(ticks):
         return [_num(tick) for tick in ticks]
     for digits in range(8):
         labels = [f"{tick:.{digits}f}" for tick in ticks]
-        if all(
-            math.isclose(float(a), b, abs_tol=1e-12) for a, b in zip(labels, ticks, strict=True)
-        ):
+        pairs = zip(map(float, labels), ticks, strict=True)
+        if all(math.isclose(label, tick, abs_tol=1e-12) for label, tick in pairs):
             break
     return [label.replace("-", "−") for label in labels]
 
@@ -545,10 +526,8 @@ def _card(title, body, extra=""):
 
 
 def _table(values):
-    rows = "".join(
-        f"<tr><td>{escape(str(key))}</td><td>{escape(str(value))}</td></tr>"
-        for key, value in values.items()
-    )
+    cells = [(escape(str(key)), escape(str(value))) for key, value in values.items()]
+    rows = "".join(f"<tr><td>{key}</td><td>{value}</td></tr>" for key, value in cells)
     return f"<table>{rows}</table>"
 
 

@@ -134,12 +134,11 @@ def rollout(
             f"rollout has {slots} SDE steps; set sde.window to at least 1 or use sample()"
         )
 
+    static = dict(kind=kind, eta=eta, sigma_max=schedule.sigmas[1])
+
     def transition(x, v, step):
         noise = _noise(key, sample_ids, step["index"] + 1, x.shape[1:])
-        levels = step["sigma"], step["sigma_next"]
-        return sde_step(
-            x, v, *levels, kind=kind, eta=eta, noise=noise, sigma_max=schedule.sigmas[1]
-        )
+        return sde_step(x, v, step["sigma"], step["sigma_next"], noise=noise, **static)
 
     return _run(denoise, x, schedule, slot_I, solver, transition, slots, keep_mean)
 
@@ -165,18 +164,20 @@ def cfg(denoise, guidance: float, cond, uncond, *, mode: str = "batch"):
     if guidance == 1:
         return lambda x, t_B: denoise(x, t_B, cond)
 
-    def sequential(x, t_B):
-        return _guide(denoise(x, t_B, cond), denoise(x, t_B, uncond), guidance)
+    def interleave(c, u):  # both halves of a sample stay on the devices that hold the sample
+        return jnp.stack([c, u], 1).reshape(-1, *c.shape[1:])
 
-    def batch(x, t_B):
-        # interleaved, so that both halves of a sample stay on the devices that hold the sample
-        pair = jax.tree.map(
-            lambda c, u: jnp.stack([c, u], 1).reshape(-1, *c.shape[1:]), cond, uncond
-        )
-        v = denoise(jnp.repeat(x, 2, axis=0), jnp.repeat(t_B, 2, axis=0), pair)
-        return _guide(v[0::2], v[1::2], guidance)
+    def guided(x, t_B):
+        if mode == "sequential":
+            c, u = denoise(x, t_B, cond), denoise(x, t_B, uncond)
+        else:
+            pair = jax.tree.map(interleave, cond, uncond)
+            v = denoise(jnp.repeat(x, 2, axis=0), jnp.repeat(t_B, 2, axis=0), pair)
+            c, u = v[0::2], v[1::2]
+        c, u = c.astype(jnp.float32), u.astype(jnp.float32)
+        return u + guidance * (c - u)
 
-    return batch if mode == "batch" else sequential
+    return guided
 
 
 def solver_coefficients(sigmas, solver: str) -> np.ndarray:
@@ -261,20 +262,13 @@ def _log_prob(x_next, mean, std_B, kind):
 
 
 def _noise(key, sample_ids, index, shape):
-    """Standard normal [B, *shape] float32, keyed by sample id and step index + 1 (0 = initial
-    noise)."""
+    """Standard normal [B, *shape] float32; index: 0 for the initial noise, else step + 1."""
 
     def one(sample_id):
         own = jax.random.fold_in(jax.random.fold_in(key, sample_id), index)
         return jax.random.normal(own, shape, jnp.float32)
 
     return jax.vmap(one)(jnp.asarray(sample_ids))
-
-
-def _guide(cond, uncond, guidance):
-    """u + w·(c − u) in float32."""
-    cond, uncond = cond.astype(jnp.float32), uncond.astype(jnp.float32)
-    return uncond + guidance * (cond - uncond)
 
 
 def _run(denoise, x, schedule, slot_I, solver, transition, slots, keep_mean):

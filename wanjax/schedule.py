@@ -5,15 +5,8 @@ map S(u; k) = k·u / (1 + (k − 1)·u), for which S(S(u; a); b) = S(u; a·b) an
 Step i uses expert "high" when t_i ≥ 1000·boundary. That comparison flips on rounding (shift 3, 10
 steps puts t_3 on 875), so it is made here once, in float64, and never inside jit.
 
-Grids (u before the shift, N = steps):
-  euler      linspace(1, S(0.001), N)           diffusers FlowMatchEuler: low end shifted twice
-  linspace   linspace(1, 1/N, N)                FlowMatchEuler given sigmas; also called eulerlin
-  simple     linspace(1, 0, N+1)[:-1]           DanceGRPO, UniRL
-  unipc      linspace(1, 0.001, N+1)[:-1]       diffusers UniPC; then σ_0 −= 1e-6; integer t
-  wan_unipc  linspace(0.999, 0, N+1)[:-1]       original Wan UniPC, diffusers DPM++; integer t
-  wan_dpm    linspace(1, 0, N+1)[:-1]           original Wan DPM++; integer t
-  explicit   the sigmas given                   diffusers set_timesteps(sigmas=...)
-Integer timesteps are truncated: the model gets floor(1000·σ) while the solver uses the exact σ.
+Some grids (see `GRIDS`) have integer timesteps, which are truncated: the model gets floor(1000·σ)
+while the solver uses the exact σ.
 
 Dimensions: I sampler steps.
 """
@@ -23,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-# Levels before the shift k of a grid with n steps.
+# Grid -> its n levels u before the shift k.
 GRIDS: dict[str, Any] = {
+    # diffusers FlowMatchEuler: low end shifted twice
     "euler": lambda n, k: np.linspace(1.0, shift_map(0.001, k), n),
-    "linspace": lambda n, k: np.linspace(1.0, 1 / n, n),
-    "eulerlin": lambda n, k: np.linspace(1.0, 1 / n, n),
-    "simple": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],
-    "unipc": lambda n, k: np.linspace(1.0, 0.001, n + 1)[:-1],
+    "linspace": lambda n, k: np.linspace(1.0, 1 / n, n),  # FlowMatchEuler given sigmas
+    "eulerlin": lambda n, k: np.linspace(1.0, 1 / n, n),  # another name of it
+    "simple": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],  # DanceGRPO, UniRL
+    "unipc": lambda n, k: np.linspace(1.0, 0.001, n + 1)[:-1],  # diffusers UniPC
+    # original Wan UniPC, diffusers DPM++
     "wan_unipc": lambda n, k: np.linspace(0.999, 0.0, n + 1)[:-1],
-    "wan_dpm": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],
-    "explicit": None,  # they are given
+    "wan_dpm": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],  # original Wan DPM++
+    "explicit": None,  # they are given: diffusers set_timesteps(sigmas=...)
 }
 INTEGER_TIMESTEPS = ("unipc", "wan_unipc", "wan_dpm")
 
@@ -117,25 +112,21 @@ def make_schedule(grid: str, steps: int, shift: float, boundary=None, sigmas=Non
         raise ValueError(
             f"sampling.sigmas is {sigmas} with sampling.grid {grid!r}; set both or neither"
         )
-    given = np.asarray(GRIDS[grid](steps, shift) if sigmas is None else sigmas, np.float64)
-    if given.shape != (steps,):
+    u = np.asarray(GRIDS[grid](steps, shift) if sigmas is None else sigmas, np.float64)
+    if u.shape != (steps,):
         raise ValueError(
-            f"sampling.sigmas has shape {given.shape}; expected sampling.steps = {steps} levels"
+            f"sampling.sigmas has shape {u.shape}; expected sampling.steps = {steps} levels"
         )
-    if not (given[0] <= 1 and given[-1] > 0 and np.all(np.diff(given) < 0)):
-        raise ValueError(
-            f"sampling.sigmas is {given.tolist()}; expected decreasing levels in (0, 1]"
-        )
-    levels = shift_map(given, shift)
+    if not (u[0] <= 1 and u[-1] > 0 and np.all(np.diff(u) < 0)):
+        raise ValueError(f"sampling.sigmas is {u.tolist()}; expected decreasing levels in (0, 1]")
+    levels = shift_map(u, shift)
     if grid == "unipc":
         levels[0] -= 1e-6  # keeps log((1 − σ)/σ) finite
     timesteps = 1000 * levels
     if grid in INTEGER_TIMESTEPS:
         timesteps = np.floor(timesteps)
-    high = np.ones(steps, bool) if boundary is None else timesteps >= 1000 * boundary
-    return Schedule(
-        np.append(levels, 0.0), timesteps, high.astype(np.int64), grid, float(shift), boundary
-    )
+    expert = (timesteps >= 1000 * (boundary or 0)).astype(np.int64)
+    return Schedule(np.append(levels, 0.0), timesteps, expert, grid, float(shift), boundary)
 
 
 def describe(schedule: Schedule, guidance: dict[str, float], steps=()) -> str:
@@ -144,10 +135,9 @@ def describe(schedule: Schedule, guidance: dict[str, float], steps=()) -> str:
     head = f"grid {schedule.grid}, {schedule.steps} steps, shift {schedule.shift:g}"
     head += f", boundary {schedule.boundary:g}" if schedule.boundary is not None else ", one expert"
     lines = [head, "step    sigma         t  expert  guidance  kind"]
-    chosen = {int(i) for i in steps}
     for i, (sigma, t) in enumerate(zip(schedule.sigmas[:-1], schedule.timesteps, strict=True)):
         expert = expert_name(schedule, i)
-        kind = "SDE" if i in chosen else "ODE"
+        kind = "SDE" if i in steps else "ODE"
         lines.append(f"{i:4d}  {sigma:.6f}  {t:8.3f}  {expert:6s}  {guidance[expert]:8g}  {kind}")
     return "\n".join(lines)
 
@@ -165,28 +155,25 @@ def slot_table(schedule: Schedule, steps) -> np.ndarray:
     return slots
 
 
-def sde_steps(
-    schedule: Schedule, strategy: Strategy, *, epoch: int = 0, seed: int = 0
-) -> np.ndarray:
+def sde_steps(schedule: Schedule, strategy: Strategy, *, epoch=0, seed=0) -> np.ndarray:
     """Return the sorted indices of the SDE steps of an epoch: a pure function of its arguments.
 
     Draws use numpy's default_rng(seed + epoch), and torch's randperm for global_window, so that
     the windows of Flow-GRPO, miles, Flow-Factory, MixGRPO and UniRL come out for the same seeds.
     """
-    if strategy.name not in STRATEGIES:
+    name = strategy.name
+    if name not in STRATEGIES:
+        raise ValueError(f"sde.strategy is {name!r}; expected one of {', '.join(STRATEGIES)}")
+    if strategy.low_window and name != "dual_window":
         raise ValueError(
-            f"sde.strategy is {strategy.name!r}; expected one of {', '.join(STRATEGIES)}"
-        )
-    if strategy.low_window and strategy.name != "dual_window":
-        raise ValueError(
-            f"sde.low_window is {strategy.low_window} but sde.strategy is {strategy.name!r}; set "
+            f"sde.low_window is {strategy.low_window} but sde.strategy is {name!r}; set "
             "it to 0, or the strategy to 'dual_window'"
         )
     steps = np.arange(*_range(schedule, strategy))
-    chosen = STRATEGIES[strategy.name](steps, schedule, strategy, epoch, seed)
+    chosen = STRATEGIES[name](steps, schedule, strategy, epoch, seed)
     if len(chosen) == 0:
         raise ValueError(
-            f"sde.strategy {strategy.name!r} selects no step of {schedule.steps}; widen sde.range"
+            f"sde.strategy {name!r} selects no step of {schedule.steps}; widen sde.range"
         )
     return np.sort(np.asarray(chosen, np.int64))
 
@@ -216,19 +203,17 @@ def _draw_window(steps, window, rng, where, key="sde.window"):
 
 
 def _fraction(steps, schedule, strategy, epoch, seed):
-    a, b = strategy.fraction
+    (a, b), window = strategy.fraction, strategy.window
     if not 0 <= a < b <= 1:
         raise ValueError(f"sde.fraction is ({a}, {b}); expected 0 <= from < to <= 1")
     # 1e-9: 0.29·100 is 28.999999999999996
     first, stop = (int(f * schedule.steps + 1e-9) for f in (a, b))
     steps = steps[(steps >= first) & (steps < stop)]
-    if strategy.window == 0:
+    if window == 0:
         return steps
-    if not 1 <= strategy.window <= len(steps):
-        raise ValueError(
-            f"sde.window is {strategy.window} but sde.fraction leaves {len(steps)} steps"
-        )
-    return np.random.default_rng(seed + epoch).choice(steps, strategy.window, replace=False)
+    if not 1 <= window <= len(steps):
+        raise ValueError(f"sde.window is {window} but sde.fraction leaves {len(steps)} steps")
+    return np.random.default_rng(seed + epoch).choice(steps, window, replace=False)
 
 
 def _window(steps, schedule, strategy, epoch, seed):
@@ -254,28 +239,24 @@ def _dual_window(steps, schedule, strategy, epoch, seed):
 
 
 def _global_window(steps, schedule, strategy, epoch, seed):
-    candidates = strategy.candidates or tuple(steps)
+    candidates, window = strategy.candidates or tuple(steps), strategy.window
     if not set(candidates) <= set(steps) or len(set(candidates)) < len(candidates):
         raise ValueError(
             f"sde.candidates is {list(candidates)}; expected distinct steps in [{steps[0]}, "
             f"{steps[-1] + 1}) (the last step needs sde.include_last)"
         )
-    if not 1 <= strategy.window <= len(candidates):
-        raise ValueError(
-            f"sde.window is {strategy.window}; expected 1..{len(candidates)} (sde.candidates)"
-        )
-    order = _torch_randperm(len(candidates), seed + epoch)
-    return [candidates[i] for i in order[: strategy.window]]
+    n = len(candidates)
+    if not 1 <= window <= n:
+        raise ValueError(f"sde.window is {window}; expected 1..{n} (sde.candidates)")
+    return [candidates[i] for i in _torch_randperm(n, seed + epoch)[:window]]
 
 
 def _mix_progressive(steps, schedule, strategy, epoch, seed):
     """MixGRPO (2507.21802): a window that walks from noisy to clean; full windows only, as slots
     are static."""
-    window, stride = strategy.window, strategy.stride or strategy.window
-    if not 1 <= window <= len(steps):
-        raise ValueError(
-            f"sde.window is {window}; expected 1..{len(steps)} (the steps in sde.range)"
-        )
+    window, stride, n = strategy.window, strategy.stride or strategy.window, len(steps)
+    if not 1 <= window <= n:
+        raise ValueError(f"sde.window is {window}; expected 1..{n} (the steps in sde.range)")
     if strategy.iters < 1:
         raise ValueError(f"sde.iters is {strategy.iters}; expected at least 1 epoch per window")
     first, last = steps[0], steps[-1] + 1

@@ -37,7 +37,7 @@ def test_guard_by_hand_by_oracle_and_by_its_gradient(rng):
     mean, mean_old = rng.normal(size=(2, B, 2, 3)).astype(np.float32) * 0.1
     std, h = np.float32([0.5, 1, 2, 0.25]), np.float32([0.1, 0.2, 0.3, 0.4])
     run = lambda logp, old, mean, mean_old: grpo.guard_loss(
-        logp, old, adv, mean, mean_old, std_B=std, h_B=h, clip=9.0
+        logp, old, adv, mean, mean_old, std_B=std, h_B=h, clip=9.0, adv_clip_max=5.0
     )[0]
     ratio = np.exp((logp - old) * std + ((mean - mean_old) ** 2).mean((1, 2)) / (2 * std))
     np.testing.assert_allclose(
@@ -46,7 +46,7 @@ def test_guard_by_hand_by_oracle_and_by_its_gradient(rng):
     one = jnp.ones(1)
     by_hand = grpo.guard_loss(
         one * np.log(4), 0 * one, 2 * one, jnp.ones((1, 2)), jnp.zeros((1, 2)),
-        std_B=one / 2, h_B=one / 4, clip=99.0,
+        std_B=one / 2, h_B=one / 4, clip=99.0, adv_clip_max=5.0,
     )[0]  # fmt: skip
     np.testing.assert_allclose(by_hand, -2 * np.exp(np.log(4) / 2 + 1) * 4, rtol=1e-6)
     gradient = jax.grad(run)(old, old, mean, mean)
@@ -126,7 +126,7 @@ def test_guard_equals_golden(x64, case):
     adv, clip = jnp.asarray(g["adv"]), float(g["clip_range"])
     h_B = jnp.full_like(std_B, g["sqrt_dt"] ** 2)
     guard = lambda h_B: grpo.guard_loss(
-        logp, logp_old, adv, mean, mean_old, std_B=std_B, h_B=h_B, clip=clip
+        logp, logp_old, adv, mean, mean_old, std_B=std_B, h_B=h_B, clip=clip, adv_clip_max=5.0
     )[0]
     close(grpo.grpo_loss(logp, logp_old, adv, clip=clip)[0], g["loss_plain"])
     close(guard(h_B), g["loss_norm_over_dt"])
@@ -175,9 +175,8 @@ def test_old_log_prob_advantage_and_reference_get_no_gradient():
     kl = lambda new, ref: grpo.kl_loss("g2h", new, ref, std_B=ones)
     grad_new, grad_ref = jax.grad(kl, argnums=(0, 1))(mean, ref)
     assert np.all(grad_ref == 0) and np.all(grad_new != 0)
-    guard = lambda old: grpo.guard_loss(logp, logp, adv, mean, old, std_B=ones, h_B=ones, clip=9.0)[
-        0
-    ]
+    given = dict(std_B=ones, h_B=ones, clip=9.0, adv_clip_max=5.0)
+    guard = lambda old: grpo.guard_loss(logp, logp, adv, mean, old, **given)[0]
     assert np.all(jax.grad(guard)(ref) == 0)
 
 
@@ -230,7 +229,8 @@ def test_shape_mismatch_is_an_error():
     with pytest.raises(ValueError, match="shapes differ"):
         grpo.grpo_loss(two, two, one, clip=0.1)
     with pytest.raises(ValueError, match="shapes differ"):
-        grpo.guard_loss(one, one, one, two, two, std_B=jnp.ones(2), h_B=one, clip=0.1)
+        given = dict(std_B=jnp.ones(2), h_B=one, clip=0.1, adv_clip_max=5.0)
+        grpo.guard_loss(one, one, one, two, two, **given)
     with pytest.raises(ValueError, match="shapes differ"):
         grpo.kl_loss("g2h", two, jnp.zeros((3, 1)), std_B=one)
     with pytest.raises(ValueError, match="shapes differ"):

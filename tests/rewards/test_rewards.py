@@ -122,7 +122,7 @@ def test_another_number_of_scores_is_an_error(mine, values, message):
 
 
 def score(videos, reward, names=("mine:first_pixel",), **settings):
-    settings = dict(group=4, step=7) | settings
+    settings = dict(group=4, step=7, failure="stop") | settings
     return rewards.score(videos, TEXTS, reward, dict.fromkeys(names, 1.0), **settings)
 
 

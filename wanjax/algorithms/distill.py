@@ -15,6 +15,7 @@ from wanjax import optim, sampler, sampling, trees
 from wanjax import state as states
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator
+from wanjax.settings import Setup
 
 HEAD = "gan_head"  # beside the critic's own weights in the tree that is trained
 
@@ -60,23 +61,12 @@ def optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, co
 
     def loss(_, tree, rows):
         (ids,) = rows
-        own = states.policy(setup.training, tree, frozen)
-        part = {name: jax.tree.map(lambda a: a[ids], data[name]) for name in ("x", "ctx", "cond")}
-        part["x"] = {k: sampling.constrain(x) for k, x in part["x"].items()}
-        micro = _Micro(
-            part["x"],
-            data["level"],
-            functools.partial(_velocity, part, data["uncond_1SE"], setup=setup),
-            functools.partial(_logits, part, setup=setup),
-            functools.partial(_scored, data["level"], data["keys"], ids, setup=setup),
-            functools.partial(_real, data["level"], data["keys"], ids, part["x"], setup=setup),
-            first=1 if part["cond"] and "first" in part["cond"] else 0,
-        )
+        own, micro = states.policy(setup.training, tree, frozen), _micro(data, ids, setup)
         if task == "critic":
-            return _critic_loss(own, micro, setup.algorithm)
+            return _critic_loss(own, micro)
         if task == "warm":
             return _warm_loss(own, micro)
-        return _student_loss(own, judges, micro, scale, data["ratio_mean_N"], setup.algorithm)
+        return _student_loss(own, judges, micro, scale)
 
     moved, opts, metrics = optim.step(
         loss, {task: trained}, {task: opt}, {task: rows}, {task: config}
@@ -86,23 +76,73 @@ def optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, co
 
 @dataclass(frozen=True, eq=False)
 class _Micro:
-    """A micro-batch as the losses read it."""
+    """A micro-batch as the losses read it: the rows `ids` of a step's data."""
 
     x: dict  # latents by name
-    level: dict
-    velocity: Any  # (weights, role, guidance) -> (x, t_B) -> v
-    logits: Any  # (critic's weights, x_t, t_B) -> logits of its GAN head
-    scored: Any  # clips -> (x_t, velocity target, σ, t)
-    real: Any  # () -> (real clips at the levels of `scored`, the same with 0.1·ε more)
-    first: int  # frames that are given and not made
+    ctx: jax.Array
+    cond: Any
+    ids: jax.Array
+    data: dict  # of the whole step
+    setup: Setup
+
+    @property
+    def first(self) -> int:
+        """How many frames are given, not made."""
+        return 1 if self.cond and "first" in self.cond else 0
 
     def made(self, *arrays):
         """The frames that are made."""
         return [a[:, self.first :] for a in arrays]
 
+    def config(self, role: str):
+        """WanConfig of a role."""
+        return self.setup.roles.get(role, self.setup.model).wan
 
-def _student_loss(own, judges: dict, micro: _Micro, scale: float, mean_N, config: Config):
-    x, level = micro.x["x"], micro.level
+    def velocity(self, policy, role: str, scale: float = 1.0):
+        """The velocity (x, t_B) -> v of one expert of a role."""
+        inputs = policy, self.ctx, self.data["uncond_1SE"], self.cond
+        config, mode = self.config(role), self.setup.sampling.guidance_mode
+        return sampling.velocity(*inputs, config=config, scale=scale, mode=mode)
+
+    def logits(self, policy, x_t, t_M):
+        """Logits of the critic's GAN head on clips x_t."""
+        (params, adapter), config = policy, self.config("critic")
+        inputs = params, adapter, x_t, t_M, self.ctx, self.cond
+        h = condition.features(*inputs, config=config, layers=discriminator.taps(config))
+        return discriminator.logits({**params, **adapter}[HEAD], h)
+
+    def scored(self, x_s, noise=1):
+        """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
+        level = self.data["level"]
+        u = flow.uniform(self.data["keys"][0], self.ids)
+        u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * u
+        shift = self.setup.sampling.schedule.shift
+        t = dmd2.score_timesteps(1000 * u, shift, t_lo=level["t_lo"], t_hi=level["t_hi"])
+        drawn = self.noise(noise, x_s.shape[1:])
+        x_t, target = dmd2.phased_noise(x_s, drawn, t / 1000, level["sigma_s"])
+        return x_t, target, t / 1000, t
+
+    def real(self):
+        """Real clips at the levels of `scored`, by way of σ_s as the student's, and with 0.1·ε."""
+        x = self.x["real"]
+        x_s = flow.add_noise(x, self.noise(2, x.shape[1:]), self.data["level"]["sigma_s"])
+        x_t = self.scored(x_s, noise=3)[0]
+        return x_t, x_t + 0.1 * self.noise(4, x.shape[1:])
+
+    def noise(self, number: int, shape):
+        """Noise of one purpose, see dmd2._key."""
+        return sampler.initial_noise(self.data["keys"][number], self.ids, shape)
+
+
+def _micro(data: dict, ids, setup: Setup) -> _Micro:
+    """The rows `ids` of a step's data, latents split over the mesh."""
+    x, ctx, cond = jax.tree.map(lambda a: a[ids], (data["x"], data["ctx"], data["cond"]))
+    x = {name: sampling.constrain(latents) for name, latents in x.items()}
+    return _Micro(x, ctx, cond, ids, data, setup)
+
+
+def _student_loss(own, judges: dict, micro: _Micro, scale: float):
+    config, x, level = micro.setup.algorithm, micro.x["x"], micro.data["level"]
     v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
     x0 = flow.x0_from_velocity(x, v, level["sigma"])
     x_s = flow.euler(x, v, level["sigma"], level["sigma_s"])
@@ -110,7 +150,7 @@ def _student_loss(own, judges: dict, micro: _Micro, scale: float, mean_N, config
     x_t, weight_M, gan, more = jax.lax.stop_gradient(moving_t), None, 0.0, {}
     if config.adversarial:
         logit_ML = micro.logits(judges["critic"], moving_t, t_M)
-        ratio_M, (sum_N, count_N) = dmd2.density_ratio(logit_ML, t_M, mean_N)
+        ratio_M, (sum_N, count_N) = dmd2.density_ratio(logit_ML, t_M, micro.data["ratio_mean_N"])
         weight_M = dmd2.f_weight(config.divergence, ratio_M)
         gan, _ = dmd2.gan_generator_loss(logit_ML)
         more = {"dmd2/gan": gan, "dmd2/ratio": ratio_M.mean()}
@@ -124,7 +164,8 @@ def _student_loss(own, judges: dict, micro: _Micro, scale: float, mean_N, config
     return value + config.gan_weight * gan, {f"dmd2/{name}": a for name, a in aux.items()} | more
 
 
-def _critic_loss(own, micro: _Micro, config: Config):
+def _critic_loss(own, micro: _Micro):
+    config = micro.setup.algorithm
     x_t, target, _, t_M = micro.scored(micro.x["x"])
     v = micro.velocity(own, "critic")(x_t, t_M)
     value, aux = dmd2.phased_critic_loss(*micro.made(v, target))
@@ -142,53 +183,12 @@ def _critic_loss(own, micro: _Micro, config: Config):
 
 
 def _warm_loss(own, micro: _Micro):
-    x, level = micro.x["x"], micro.level
+    x, level = micro.x["x"], micro.data["level"]
     v = micro.velocity(own, "student")(x, jnp.full(len(x), level["t"]))
     value = dmd2.ode_pair_loss(
         x, v, micro.x["end"], level["sigma"], level["sigma_s"], first=micro.first
     )
     return value, {"warm/loss": value}
-
-
-def _velocity(part, uncond_1SE, policy, role: str, scale: float = 1.0, *, setup):
-    """The velocity (x, t_B) -> v of one expert of a role."""
-    return sampling.velocity(
-        policy, part["ctx"], uncond_1SE, part["cond"],
-        config=setup.roles.get(role, setup.model).wan, scale=scale,
-        mode=setup.sampling.guidance_mode,
-    )  # fmt: skip
-
-
-def _logits(part, tree, x_t, t_M, *, setup):
-    """Logits of the critic's GAN head on clips x_t; tree: the critic's weights as of _velocity."""
-    params, adapter = tree
-    config = setup.roles.get("critic", setup.model).wan
-    h = condition.features(
-        params, adapter, x_t, t_M, part["ctx"], part["cond"], config=config,
-        layers=discriminator.taps(config),
-    )  # fmt: skip
-    return discriminator.logits({**params, **adapter}[HEAD], h)
-
-
-def _scored(level, keys, ids, x_s, *, setup, noise=1):
-    """(x_t, velocity target, σ, t): clips x_s noised to their scored levels."""
-    u = level["u_lo"] + (level["u_hi"] - level["u_lo"]) * flow.uniform(keys[0], ids)
-    shift = setup.sampling.schedule.shift
-    t = dmd2.score_timesteps(1000 * u, shift, t_lo=level["t_lo"], t_hi=level["t_hi"])
-    noise = sampler.initial_noise(keys[noise], ids, x_s.shape[1:])
-    x_t, target = dmd2.phased_noise(x_s, noise, t / 1000, level["sigma_s"])
-    return x_t, target, t / 1000, t
-
-
-def _real(level, keys, ids, x, *, setup):
-    """Real clips at the levels of `_scored`, by way of σ_s as the student's, and with 0.1·ε."""
-
-    def draw(number):
-        return sampler.initial_noise(keys[number], ids, x["real"].shape[1:])
-
-    x_s = flow.add_noise(x["real"], draw(2), level["sigma_s"])
-    x_t = _scored(level, keys, ids, x_s, setup=setup, noise=3)[0]
-    return x_t, x_t + 0.1 * draw(4)
 
 
 def critic_gaps(state) -> dict:

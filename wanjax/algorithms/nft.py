@@ -98,7 +98,7 @@ def check(setup: Setup) -> None:
             "config.guidance.high and low to 1, or config.nft.train_guidance to True"
         )
     if config.mode not in nft.MODES:
-        raise ValueError(f"config.nft.mode is {config.mode!r}; expected one of {nft.MODES}")
+        raise ValueError(f"config.nft.mode is {config.mode!r}; expected one of {tuple(nft.MODES)}")
     if config.old_decay not in nft.OLD_DECAYS:
         raise ValueError(f"config.nft.old_decay is {config.old_decay}; expected 0, 1 or 2")
     sde_steps(setup, 0)

@@ -105,10 +105,8 @@ def _inspect_latents(folder) -> str:
         rows.append(f"{name:20} {len(group):7} {min(lengths):6}-{max(lengths)}")
     distinct = len({clip.caption for clip in clips})
     rows.append(f"{len(clips)} clips, {distinct} different captions, digest {source.digest}")
-    lengths = [len(clip.caption) for clip in clips]
-    rows.append(
-        f"captions of {min(lengths)} to {max(lengths)} characters, mean {np.mean(lengths):.0f}"
-    )
+    sizes = [len(clip.caption) for clip in clips]
+    rows.append(f"captions of {min(sizes)} to {max(sizes)} characters, mean {np.mean(sizes):.0f}")
     rows += [f"  {clip.caption[:90]!r}" for clip in clips[:3]]
     report = folder / "report.json"
     if report.is_file():

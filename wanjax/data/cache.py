@@ -187,9 +187,6 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(rows)
 
 
-# ------------------------------------------------------------------------------ one clip
-
-
 def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
     """(file, what `_prepare` returns) in order, working a few files ahead of the reader."""
     with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
@@ -308,9 +305,6 @@ def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
     # one string, because safetensors writes several in arbitrary order
     _write(path, safetensors.numpy.save(tensors, {"clip": json.dumps(facts, sort_keys=True)}))
     return outcome
-
-
-# ------------------------------------------------------------------------------ the folder
 
 
 def _claim(out, settings: Settings, params, model) -> dict:

@@ -303,20 +303,18 @@ def _check(source: Source, model: presets.ModelConfig) -> None:
                 f"{where} has text rows of width {clip.width}, model {model.name} reads "
                 f"{model.wan.text_dim}; set config.data.path to a cache of this model"
             )
-        given = form == "latents" and clip.shape is not None
-        if given and clip.first != clip.shape:
-            found = f"first-frame latents {clip.first}" if clip.first else "no first-frame latents"
-            raise ValueError(
-                f"{where} has {found}, which model {model.name} needs as {clip.shape}; cache the "
-                "clips again with this model"
-            )
-        image = model.image if given else None
-        if image and (clip.image or ())[1:] != (image.hidden_size,):
-            found = f"CLIP tokens {clip.image}" if clip.image else "no CLIP tokens"
-            raise ValueError(
-                f"{where} has {found}, which model {model.name} needs as [S, {image.hidden_size}]; "
-                "cache the clips again with this model"
-            )
+        fits = clip.first == clip.shape
+        needs: list[tuple] = [("first-frame latents", clip.first, clip.shape, fits)]
+        if model.image:
+            fits = (clip.image or ())[1:] == (model.image.hidden_size,)
+            needs.append(("CLIP tokens", clip.image, f"[S, {model.image.hidden_size}]", fits))
+        for what, shape, needed, fits in needs if form == "latents" and clip.shape else ():
+            if not fits:
+                found = f"{what} {shape}" if shape else f"no {what}"
+                raise ValueError(
+                    f"{where} has {found}, which model {model.name} needs as {needed}; cache the "
+                    "clips again with this model"
+                )
 
 
 def check_encoders(source: Source, params: dict) -> None:
@@ -327,9 +325,6 @@ def check_encoders(source: Source, params: dict) -> None:
                 f"the cache {source.path} was made by a different {part.replace('_', ' ')} from "
                 "that of config.model.path; cache the clips again with this model"
             )
-
-
-# ------------------------------------------------------------------------------ files
 
 
 def _of_cache(file) -> Clip:
@@ -365,8 +360,9 @@ def _of_parquet(file) -> list[Clip]:
             identity = json.dumps([row.get("id"), row.get("file_name"), row["caption"]])
             digest = hashlib.sha256(identity.encode()).hexdigest()
             shape, first = (_channels_last(shapes[name]) for name in ("latents", "first"))
-            more = (first, shapes["image"] or None, str(file), group, number)
-            clips.append(Clip(row["caption"], digest, shape, *shapes["text"], *more))
+            length, width = list(shapes["text"])
+            about = (length, width, first, shapes["image"] or None)
+            clips.append(Clip(row["caption"], digest, shape, *about, str(file), group, number))
     return clips
 
 

@@ -71,9 +71,8 @@ class PromptStream:
 
     def resume(self, state: dict[str, int]) -> int:
         """Return the next step of a saved state; ValueError if it is of a different stream."""
-        return next_step(
-            state, self.state(state["step"]), "prompts", "the prompts file and the prompts per step"
-        )
+        expected = self.state(state["step"])
+        return next_step(state, expected, "prompts", "the prompts file and the prompts per step")
 
 
 def next_step(state: dict, expected: dict, what: str, restore: str) -> int:

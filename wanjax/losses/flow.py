@@ -71,16 +71,15 @@ def uniform(key, sample_ids, shape=()):
 
 def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
     """Map q in [0, 1) to a timestep in [t_lo, t_hi), increasing; see the file docstring."""
-    if density.name not in DENSITIES:
-        raise ValueError(
-            f"timestep density is {density.name!r}; expected one of {', '.join(DENSITIES)}"
-        )
+    name = density.name
+    if name not in DENSITIES:
+        raise ValueError(f"timestep density is {name!r}; expected one of {', '.join(DENSITIES)}")
     if not 0 <= t_lo < t_hi <= 1000:
         raise ValueError(f"timestep range is [{t_lo}, {t_hi}); expected 0 <= t_lo < t_hi <= 1000")
     lo, hi = (schedule.unshift_map(t / 1000, shift) for t in (t_lo, t_hi))
-    if density.name == "uniform":
+    if name == "uniform":
         u = lo + q * (hi - lo)
-    elif density.name == "logit_normal":
+    elif name == "logit_normal":
         z_lo, z_hi = ((_logit(x) - density.mean) / density.std for x in (lo, hi))
         a, b = (0.5 * (1 + math.erf(z / math.sqrt(2))) for z in (z_lo, z_hi))
         z = jax.scipy.special.ndtri(a + q * (b - a))
@@ -96,8 +95,9 @@ def quantile(q, density: Density, *, shift, t_lo=0.0, t_hi=1000.0):
 def bell_weight(t, shift):
     """SFT weight exp(−2·((t − 500)/1000)²), lowered to minimum 0 and scaled to mean 1 over the
     1000-entry table of the shift (float64, on the host)."""
-    table = _bell(1000 * sigma_table(shift))
-    return (_bell(t) - table.min()) / (table - table.min()).mean()
+    times = (np.asarray(t, np.float64), 1000 * sigma_table(shift))
+    bell, table = (np.exp(-2 * ((a - 500) / 1000) ** 2) for a in times)
+    return (bell - table.min()) / (table - table.min()).mean()
 
 
 def sigma_table(shift):
@@ -145,8 +145,7 @@ def check_per_sample(like, **arrays):
 def norm_ratio(v, v_ref):
     """|v| / |v_ref| over all samples: exactly 1 for equal inputs, because one reduction computes
     both sums."""
-    pair = jnp.stack(wide(v, v_ref))
-    squares = jnp.square(pair).reshape(2, -1).sum(1)
+    squares = jnp.square(jnp.stack(wide(v, v_ref))).reshape(2, -1).sum(1)
     return jnp.sqrt(squares[0] / squares[1])
 
 
@@ -168,10 +167,6 @@ def level(sigma, x):
 def sample_mean(a):
     """Mean over everything but the leading axis, also over axes sharded on a mesh."""
     return a.mean(tuple(range(1, a.ndim)))
-
-
-def _bell(t):
-    return np.exp(-2 * ((np.asarray(t, np.float64) - 500) / 1000) ** 2)
 
 
 def _logit(u):

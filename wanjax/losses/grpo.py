@@ -80,9 +80,8 @@ def _clipped(log_ratio_B, adv_B, clip, adv_clip_max):
     ratio_B = jnp.exp(log_ratio_B)
     term_B = jnp.maximum(-adv_B * ratio_B, -adv_B * jnp.clip(ratio_B, 1 - lo, 1 + hi))
     ratio_B, log_ratio_B = jax.lax.stop_gradient((ratio_B, log_ratio_B))
-    above, below = (
-        clipped.astype(ratio_B.dtype).mean() for clipped in (ratio_B > 1 + hi, ratio_B < 1 - lo)
-    )
+    outside = (ratio_B > 1 + hi, ratio_B < 1 - lo)
+    above, below = (where.astype(ratio_B.dtype).mean() for where in outside)
     aux = {
         "ratio_mean": ratio_B.mean(),
         "ratio_std": ratio_B.std(),

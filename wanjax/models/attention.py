@@ -262,23 +262,13 @@ def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
         k, v, dq, dk, dv = carry
         ahead = _rotate((k, v), plan)
         parts = _on_real_rows(padded, nothing, i, plan, q, k, v)
-        dq, dk, dv = (
-            x + part.astype(jnp.float32) for x, part in zip((dq, dk, dv), parts, strict=True)
-        )
+        pairs = zip((dq, dk, dv), parts, strict=True)
+        dq, dk, dv = (x + part.astype(jnp.float32) for x, part in pairs)
         return (*ahead, dq, *_rotate((dk, dv), plan)), None
 
     zero = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     (_, _, *gradients), _ = jax.lax.scan(hop, (k, v, *zero), jnp.arange(plan.ring))
     return tuple(_to_tokens(g.astype(q.dtype), plan) for g in gradients)
-
-
-def _to_heads(x, plan: _Plan):
-    """[B, own tokens, N, K] -> [B, tokens of the group, N/ulysses, K]."""
-    return _trade(x, plan, split=2, concat=1)
-
-
-def _to_tokens(x, plan: _Plan):
-    return _trade(x, plan, split=1, concat=2)
 
 
 def _head_chunks(arrays, plan: _Plan) -> list:
@@ -302,18 +292,21 @@ def _join_chunks(parts, plan: _Plan):
 def _trade(x, plan: _Plan, split: int, concat: int):
     if plan.ulysses == 1:
         return x
-    groups = [[g * plan.ulysses + u for u in range(plan.ulysses)] for g in range(plan.ring)]
-    return jax.lax.all_to_all(
-        x, "context", split, concat, tiled=True, axis_index_groups=groups if plan.ring > 1 else None
-    )
+    group, groups = plan.ulysses, None
+    if plan.ring > 1:
+        groups = [list(range(g * group, (g + 1) * group)) for g in range(plan.ring)]
+    return jax.lax.all_to_all(x, "context", split, concat, tiled=True, axis_index_groups=groups)
+
+
+# [B, own tokens, N, K] -> [B, tokens of the group, N/ulysses, K], and back
+_to_heads = functools.partial(_trade, split=2, concat=1)
+_to_tokens = functools.partial(_trade, split=1, concat=2)
 
 
 def _rotate(tree, plan: _Plan):
     """Send to the same place of the next group."""
-    devices = plan.ulysses * plan.ring
-    return jax.lax.ppermute(
-        tree, "context", [(i, (i + plan.ulysses) % devices) for i in range(devices)]
-    )
+    group, n = plan.ulysses, plan.ulysses * plan.ring
+    return jax.lax.ppermute(tree, "context", [(i, (i + group) % n) for i in range(n)])
 
 
 def _on_real_rows(fn, empty, hop, plan: _Plan, q, k, v):
@@ -404,9 +397,8 @@ def _cudnn(q, k, v):
     coarse to differentiate with."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    return cudnn.dot_product_attention(
-        q, k, v, scale=1 / math.sqrt(q.shape[-1]), return_residual=True
-    )
+    scale = 1 / math.sqrt(q.shape[-1])
+    return cudnn.dot_product_attention(q, k, v, scale=scale, return_residual=True)
 
 
 def _cudnn_backward(q, k, v, out, lse, d_out):
@@ -424,9 +416,8 @@ def _cudnn_backward(q, k, v, out, lse, d_out):
     )
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # jax 0.12
         static["score_mod"] = None
-    return cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *(unused,) * 7, lse, out, d_out, **static
-    )
+    backward = cudnn._dot_product_attention_bwd_p_wrapper
+    return backward.bind(q, k, v, *(unused,) * 7, lse, out, d_out, **static)
 
 
 def _fa3(q, k, v):
@@ -444,10 +435,11 @@ def _fa3_backward(q, k, v, out, lse, d_out):
 
     B, L, N, _ = q.shape
     rows = jax.ShapeDtypeStruct((B, N, -(-L // 640) * 640), jnp.float32)
-    gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    results = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)), rows, rows]
     absent = jnp.zeros(0, jnp.int32)
-    layouts = dict(input_layouts=[None] * 10, output_layouts=[None] * 5)
-    call = jax.ffi.ffi_call("flash_mha_bwd", [*gradients, rows, rows], **layouts)
+    call = jax.ffi.ffi_call(
+        "flash_mha_bwd", results, input_layouts=[None] * 10, output_layouts=[None] * 5
+    )
     static = dict(
         max_seqlen_q_val=L,
         max_seqlen_q_has_value=True,

@@ -90,16 +90,14 @@ def init(key, config: CLIPVisionConfig):
 def init_clip(key, config: CLIPConfig):
     """Return float32 parameters of both towers, their projections and the logit scale."""
     text, E, D = config.text, config.text.hidden_size, config.projection_dim
-    vision_E = config.vision.hidden_size
+    vision_E, positions = config.vision.hidden_size, text.max_position_embeddings
     k_vision, k_token, k_position, k_layer, k_image, k_text = jax.random.split(key, 6)
     return {
         "vision_model": init(k_vision, config.vision),
         "text_model": {
             "embeddings": {
                 "token_embedding": {"embedding": _normal(k_token, 0.02, text.vocab_size, E)},
-                "position_embedding": {
-                    "embedding": _normal(k_position, 0.02, text.max_position_embeddings, E)
-                },
+                "position_embedding": {"embedding": _normal(k_position, 0.02, positions, E)},
             },
             "encoder": {"layers": _init_layers(k_layer, text)},
             "final_layer_norm": _init_norm(E),
@@ -224,13 +222,8 @@ def _embed(params, pixels_BHWC, config):
         )
     embeddings = params["embeddings"]
     kernel = embeddings["patch_embedding"]["kernel"]
-    x_BHWE = jax.lax.conv_general_dilated(
-        pixels_BHWC.astype(kernel.dtype),
-        kernel,
-        window_strides=(p, p),
-        padding="VALID",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    conv = partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x_BHWE = conv(pixels_BHWC.astype(kernel.dtype), kernel, (p, p), "VALID")
     class_B1E = jnp.broadcast_to(embeddings["class_embedding"], (B, 1, E))
     x_BSE = jnp.concatenate([class_B1E, x_BHWE.reshape(B, -1, E)], axis=1)
     x_BSE = x_BSE + embeddings["position_embedding"]["embedding"][None]

@@ -34,9 +34,8 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x):
         dot = functools.partial(jnp.matmul, precision=self.precision)
-        kernel = self.param(
-            "kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32
-        )
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape, jnp.float32)
         x = x.astype(self.dtype)
         if self.has_variable("params", "scale"):
             scale = self.get_variable("params", "scale")
@@ -122,12 +121,9 @@ def rope_table(grid: tuple[int, int, int], head_dim: int):
     """
     side = 2 * (head_dim // 6)
     dims = (head_dim - 2 * side, side, side)
-    index = np.indices(grid).reshape(3, -1)
-    angles = [
-        index[axis][:, None] * np.power(10000.0, -np.arange(0, dim, 2, dtype=np.float64) / dim)
-        for axis, dim in enumerate(dims)
-    ]
-    angle = np.concatenate(angles, axis=1)
+    places = np.indices(grid).reshape(3, -1, 1)
+    bases = [np.power(10000.0, -np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in dims]
+    angle = np.concatenate([p * b for p, b in zip(places, bases, strict=True)], axis=1)
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 

@@ -41,11 +41,9 @@ def init(key, params, *, rank: int, alpha: float, targets=TARGETS):
     flat = {}
     for module in sorted(set().union(*hits.values())):
         *stack, fan_in, fan_out = kernels[module].shape
-        module_key = jax.random.fold_in(key, _stable_hash(module))
-        bound = 1 / math.sqrt(fan_in)
-        flat[f"{module}/a"] = jax.random.uniform(
-            module_key, (*stack, fan_in, rank), jnp.float32, -bound, bound
-        )
+        own, bound = jax.random.fold_in(key, _stable_hash(module)), 1 / math.sqrt(fan_in)
+        shape = (*stack, fan_in, rank)
+        flat[f"{module}/a"] = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
         flat[f"{module}/b"] = jnp.zeros((*stack, rank, fan_out), jnp.float32)
         flat[f"{module}/scale"] = jnp.full(stack, alpha / rank, jnp.float32)
     return trees.unflatten(flat)

@@ -83,22 +83,19 @@ WAN22_VAE = VAEConfig(
     scale_factor_spatial=16,
 )  # fmt: skip
 
+_B1 = WanConfig(num_attention_heads=12, attention_head_dim=128, num_layers=30, ffn_dim=8960)
 _B14 = WanConfig(num_attention_heads=40, attention_head_dim=128, num_layers=40, ffn_dim=13824)
 _I2V = dataclasses.replace(_B14, in_channels=36)
 _I2V_CLIP = dataclasses.replace(_I2V, image_dim=1280, added_kv_proj_dim=5120)
+_B5 = WanConfig(num_attention_heads=24, attention_head_dim=128, num_layers=30, ffn_dim=14336)
+_TI2V = dataclasses.replace(_B5, in_channels=48, out_channels=48)
 _TWO = ("high", "low")
 
 MODELS = {
     config.name: config
     for config in (
-        ModelConfig(
-            "wan2.1_t2v_1.3b",
-            WanConfig(num_attention_heads=12, attention_head_dim=128, num_layers=30, ffn_dim=8960),
-            Sampling(shift=5.0, guidance=Guidance(high=5.0, low=5.0), steps=50),
-        ),
-        ModelConfig(
-            "wan2.1_t2v_14b", _B14, Sampling(shift=5.0, guidance=Guidance(5.0, 5.0), steps=50)
-        ),
+        ModelConfig("wan2.1_t2v_1.3b", _B1, Sampling(5.0, Guidance(5.0, 5.0), steps=50)),
+        ModelConfig("wan2.1_t2v_14b", _B14, Sampling(5.0, Guidance(5.0, 5.0), steps=50)),
         ModelConfig(
             "wan2.1_i2v_14b",
             _I2V_CLIP,
@@ -129,14 +126,7 @@ MODELS = {
         ),
         ModelConfig(
             "wan2.2_ti2v_5b",
-            WanConfig(
-                num_attention_heads=24,
-                attention_head_dim=128,
-                num_layers=30,
-                ffn_dim=14336,
-                in_channels=48,
-                out_channels=48,
-            ),
+            _TI2V,
             Sampling(5.0, Guidance(5.0, 5.0), 50, frames=121, height=704, width=1280, fps=24),
             vae=WAN22_VAE,
         ),

@@ -99,13 +99,10 @@ class Layer(nn.Module):
         q_BQNK = heads(dense("layer.0.SelfAttention.q", N * K, (E * K) ** -0.5)(n_BSE))
         k_BSNK = heads(dense("layer.0.SelfAttention.k", N * K, E**-0.5)(n_BSE))
         v_BSNK = heads(dense("layer.0.SelfAttention.v", N * K, E**-0.5)(n_BSE))
-        bias_QSN = nn.Embed(
-            c.relative_attention_num_buckets,
-            N,
-            embedding_init=nn.initializers.normal(E**-0.5),
-            name="layer.0.SelfAttention.relative_attention_bias",
-        )(bucket_QS)
-        bias_NQS = bias_QSN.astype(jnp.float32).transpose(2, 0, 1)
+        name = "layer.0.SelfAttention.relative_attention_bias"
+        init = nn.initializers.normal(E**-0.5)
+        bias = nn.Embed(c.relative_attention_num_buckets, N, embedding_init=init, name=name)
+        bias_NQS = bias(bucket_QS).astype(jnp.float32).transpose(2, 0, 1)
         s_BNQS = jnp.einsum("BQNK,BSNK->BNQS", q_BQNK, k_BSNK, preferred_element_type=jnp.float32)
         s_BNQS = s_BNQS + bias_NQS[None]
         s_BNQS = jnp.where(mask_BS[:, None, None, :], s_BNQS, jnp.finfo(jnp.float32).min)

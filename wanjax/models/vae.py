@@ -108,7 +108,17 @@ def encode(params, x_BTHWC, *, config: VAEConfig, step=1):
 
 def posterior(params, x_BTHWC, *, config: VAEConfig, step=1):
     """Return mean and log-variance (clipped to [-30, 20]) of the unnormalised latents, float32."""
-    _check_pixels(x_BTHWC, config)
+    channels, factor = config.in_channels // config.patch**2, config.scale_factor_spatial
+    shape = x_BTHWC.shape
+    if len(shape) != 5 or shape[-1] != channels:
+        raise ValueError(f"vae.encode: x has shape {shape}, expected [B, T, H, W, {channels}]")
+    T, H, W = shape[1:4]
+    if T % _STRIDE_T != 1:
+        raise ValueError(
+            f"vae.encode: {T} frames, expected 4n+1 (1, 5, 9, ...); cut or repeat frames"
+        )
+    if H % factor or W % factor:
+        raise ValueError(f"vae.encode: frames of {H}x{W}, sides must divide by {factor}; crop")
     flat = trees.flatten(params)
     x = _patchify(x_BTHWC, config.patch).astype(flat["quant_conv/kernel"].dtype)
     moments = _scan_chunks(_encoder(config), flat, x, _STRIDE_T * step)
@@ -183,9 +193,8 @@ def _blend(before, after, extent, axis):
 def _encoder(config):
     """Return [(layers, shortcut or None)] of the encoder."""
     dims = [config.base_dim * m for m in (1, *config.dim_mult)]
-    groups: list[tuple[list, tuple | None]] = [
-        ([("conv", "encoder/conv_in", config.in_channels, dims[0])], None)
-    ]
+    conv_in = ("conv", "encoder/conv_in", config.in_channels, dims[0])
+    groups: list[tuple[list, tuple | None]] = [([conv_in], None)]
     count = 0  # a plain encoder numbers all layers of all levels in one list
     for level, (c_in, c_out) in enumerate(zip(dims, dims[1:], strict=False)):
         down = level < len(config.dim_mult) - 1
@@ -337,13 +346,10 @@ def _conv(params, name, x, *, stride=(1, 1), padding: str | tuple = "SAME"):
     starts = range(0, x.shape[1] - taps + 1, stride[0])
     if taps > 1:
         x = jnp.concatenate([x[:, i : i + starts[-1] + 1 : stride[0]] for i in range(taps)], -1)
-    y = jax.lax.conv_general_dilated(
-        x.reshape(-1, *x.shape[2:]),
-        jnp.moveaxis(kernel, 0, 2).reshape(height, width, taps * c_in, c_out),
-        (stride[1], stride[1]),
-        padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    frames = x.reshape(-1, *x.shape[2:])
+    kernel = jnp.moveaxis(kernel, 0, 2).reshape(height, width, taps * c_in, c_out)
+    conv = partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = conv(frames, kernel, (stride[1], stride[1]), padding)
     return y.reshape(x.shape[0], len(starts), *y.shape[1:]) + _wide(params[f"{name}/bias"])
 
 
@@ -477,22 +483,6 @@ def _unpatchify(x, p):
 def _denormalise(z_BTHWC, config):
     mean, std = jnp.asarray(config.latents_mean), jnp.asarray(config.latents_std)
     return z_BTHWC.astype(jnp.float32) * _wide(std) + _wide(mean)
-
-
-def _check_pixels(x, config):
-    """Raise ValueError unless x is [B, 4n+1, H, W, C] with sizes this VAE accepts."""
-    channels = config.in_channels // config.patch**2
-    factor = config.scale_factor_spatial
-    if x.ndim != 5 or x.shape[-1] != channels:
-        raise ValueError(f"vae.encode: x has shape {x.shape}, expected [B, T, H, W, {channels}]")
-    if x.shape[1] % _STRIDE_T != 1:
-        raise ValueError(
-            f"vae.encode: {x.shape[1]} frames, expected 4n+1 (1, 5, 9, ...); cut or repeat frames"
-        )
-    if x.shape[2] % factor or x.shape[3] % factor:
-        raise ValueError(
-            f"vae.encode: frames of {x.shape[2]}x{x.shape[3]}, sides must divide by {factor}; crop"
-        )
 
 
 def _check_latents(z, config):

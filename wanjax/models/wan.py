@@ -97,11 +97,8 @@ def features(params, lora, x_BTHWC, t_B, ctx_BSE, cond=None, *, config: WanConfi
     length = math.prod(n // p for n, p in zip(x_BTHWC.shape[1:4], config.patch_size, strict=True))
     found, first = [], 0
     for last in layers:
-        part = slice(first, last + 1)
-        stack, lora_stack = (
-            jax.tree.map(operator.itemgetter(part), tree.get(STACK, {}))
-            for tree in (params, lora or {})
-        )
+        part = functools.partial(jax.tree.map, operator.itemgetter(slice(first, last + 1)))
+        stack, lora_stack = (part(tree.get(STACK, {})) for tree in (params, lora or {}))
         h = blocks.run_blocks(block, stack, lora_stack, h, side, remat=config.remat)
         found.append(h[:, :length])  # pyright: ignore
         first = last + 1
@@ -133,9 +130,8 @@ def _enter(params, lora, x, t_B, ctx_BSE, cond, config: WanConfig):
     def outer(module, *args) -> Any:
         return module.apply({"params": params, "lora": lora}, *args)
 
-    h, e_BMD, e6_BM6D, ctx, image = outer(
-        _Embeddings(config), patches, t_BM, ctx_BSE, cond.get("image")
-    )
+    given = (patches, t_BM, ctx_BSE, cond.get("image"))
+    h, e_BMD, e6_BM6D, ctx, image = outer(_Embeddings(config), *given)
     h = sharding.constrain(h, "batch", "tokens", None)
     layer = Block(config, max(rest, 1), L)
     if time_index is not None:

@@ -97,11 +97,7 @@ def start(coordinator="", num_processes=None, process_id=None, local_devices="")
 
 
 def locate(
-    env: Mapping[str, str],
-    coordinator: str = "",
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    local_devices: str = "",
+    env: Mapping[str, str], coordinator="", num_processes=None, process_id=None, local_devices=""
 ) -> Place:
     """This process's place by flags and environment; flags win.
 
@@ -187,8 +183,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
     hosts, values = gather(socket.gethostname()), [json.loads(other) for other in gather(text)]
-    keys = sorted(set().union(*values))
-    keys = [key for key in keys if len({value.get(key) for value in values}) > 1]
+    keys = [k for k in sorted(set().union(*values)) if len({v.get(k) for v in values}) > 1]
     parts = []
     for key in keys[:5]:
         who: dict[str, list[int]] = {}

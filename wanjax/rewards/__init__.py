@@ -133,9 +133,7 @@ def run(videos, texts, reward: Callable, names, *, failure: str = "stop"):
     return _shared(*_joined(results, names, len(texts), failure))
 
 
-def score(
-    videos, texts, reward: Callable, weights: dict, *, group: int, step: int, failure: str = "stop"
-):
+def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: int, failure: str):
     """Score batches of videos as `run` does; returns (scores_MPK, metrics).
 
     reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.

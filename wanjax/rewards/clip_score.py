@@ -190,17 +190,14 @@ def _tokenizer(folder, config: clip.CLIPConfig) -> Callable:
 
 def _config(folder: pathlib.Path) -> clip.CLIPConfig:
     """The config.json of a folder, with transformers' defaults for missing keys."""
+
+    def tower(kind, read):
+        return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(kind)})
+
     read: Any = transformers.CLIPConfig.from_pretrained(folder)
-    return clip.CLIPConfig(
-        vision=_fields(clip.CLIPVisionConfig, read.vision_config),
-        text=_fields(clip.CLIPTextConfig, read.text_config),
-        projection_dim=read.projection_dim,
-    )
-
-
-def _fields(cls, source):
-    """An object of a dataclass with the attributes of `source`."""
-    return cls(**{field.name: getattr(source, field.name) for field in dataclasses.fields(cls)})
+    vision = tower(clip.CLIPVisionConfig, read.vision_config)
+    text = tower(clip.CLIPTextConfig, read.text_config)
+    return clip.CLIPConfig(vision, text, read.projection_dim)
 
 
 def _leaf(tensors: dict, path: str, shape: tuple, file) -> np.ndarray:

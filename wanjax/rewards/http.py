@@ -86,10 +86,7 @@ def unpack(body: bytes):
 
 
 def _ask(url: str, body: bytes, count: int, *, deadline, retries, wait):
-    """Post until there is an answer; returns (scores, info) of `count` numbers each.
-
-    ConnectionError when there is none, ValueError for one in a different form.
-    """
+    """Post until there is an answer; returns (scores, info), or raises ConnectionError."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/octet-stream"})
     trouble = ""
     for attempt in range(retries + 1):

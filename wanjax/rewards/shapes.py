@@ -168,9 +168,8 @@ def render(key, packed):
     centre_BTOX = _layout(key, packed)
     pixel = jnp.arange(SIZE) + 0.5
     ground_BC = jnp.asarray(list(BACKGROUNDS.values()), jnp.float32)[packed["background_B"]]
-    video_BTHWC = jnp.broadcast_to(
-        ground_BC[:, None, None, None], (len(centre_BTOX), FRAMES, SIZE, SIZE, 3)
-    )
+    shape = (len(centre_BTOX), FRAMES, SIZE, SIZE, 3)
+    video_BTHWC = jnp.broadcast_to(ground_BC[:, None, None, None], shape)
     for slot in (0, 1):
         x = (pixel[None, None, None, :] - centre_BTOX[:, :, slot, 0, None, None]) / SIDE
         y = (pixel[None, None, :, None] - centre_BTOX[:, :, slot, 1, None, None]) / SIDE

@@ -41,10 +41,8 @@ def watch(limits: Mapping, patience: int) -> Callable:
                 outside[name] = 0 if low <= value <= high else outside[name] + 1
                 if outside[name] == patience:
                     since = f" for {patience} steps" if patience > 1 else ""
-                    lines.append(
-                        f"{name} is {value:.4g} and has been outside {low:g} to {high:g}{since} "
-                        f"(config.alarms)"
-                    )
+                    line = f"{name} is {value:.4g} and has been outside {low:g} to {high:g}{since}"
+                    lines.append(f"{line} (config.alarms)")
         return lines
 
     return look

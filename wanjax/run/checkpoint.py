@@ -11,8 +11,9 @@
 Orbax commits atomically, but it restores flipped bits without notice, lists empty folders and casts
 dtypes silently. So a checkpoint counts only with a manifest whose digests match, every rename is of
 a complete folder, and leaves are compared with the manifest before Orbax reads them. Its
-CheckpointManager does not serve: it deletes in place and treats any folder it finds as good. Random
-keys are not state: they derive from (seed, step, purpose).
+CheckpointManager does not serve: it deletes in place and treats any folder it finds as good; only
+its preservation policies are used. Random keys are not state: they derive from (seed, step,
+purpose).
 
 Several processes must share the file system and call `save`, `latest_good`, `restore`, `prune` and
 `claim` together.
@@ -27,6 +28,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as policies
 
 from wanjax import trees
 
@@ -87,10 +90,9 @@ def restore(run_dir, step: int, abstract_state) -> tuple[Any, dict[str, Any]]:
     wanted = _flatten(abstract_state)
     _compare(folder, body["leaves"], wanted)
     args = {path: _restore_args(leaf) for path, leaf in wanted.items()}
+    how = ocp.args.PyTreeRestore(item=wanted, restore_args=args)
     with _orbax() as checkpointer:
-        arrays = checkpointer.restore(
-            folder / "arrays", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args)
-        )
+        arrays = checkpointer.restore(folder / "arrays", args=how)
     leaves = [jnp.asarray(arrays[path]) for path in wanted]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), body["meta"]
 
@@ -109,8 +111,13 @@ def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None)
         raise ValueError(f"keep_last must be at least 1, got {keep_last}; set config.keep_last")
     folder = pathlib.Path(run_dir) / "checkpoints"
     steps = _steps(folder)
-    kept = {*steps[-keep_last:], best, *(s for s in steps if keep_every and s % keep_every == 0)}
-    gone = [step for step in steps if step not in kept]
+    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
+    rules += [policies.EveryNSteps(keep_every)] if keep_every else []
+    rules += [] if best is None else [policies.CustomSteps([best])]
+    saved: list[Any] = [SimpleNamespace(step=step) for step in steps]  # all that these rules read
+    context = policies.PreservationContext()
+    kept = policies.AnyPreservationPolicy(rules).should_preserve(saved, context=context)
+    gone = [step for step, stays in zip(steps, kept, strict=True) if not stays]
     _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 
@@ -340,9 +347,8 @@ def _on_first_process(fn: Callable[[], Any]):
         except Exception as caught:  # tell the others before this process raises it
             error = caught
     number = result if isinstance(result, int) else 0
-    failed, number = multihost_utils.broadcast_one_to_all(
-        np.array([error is not None, number], np.int32)
-    )
+    told = np.array([error is not None, number], np.int32)
+    failed, number = multihost_utils.broadcast_one_to_all(told)
     if error is not None:
         raise error
     if failed:

@@ -113,26 +113,18 @@ class MetricsWriter:
         record = {key: _scalar(key, fetched[key]) for key in values}
 
         record["time/wall"] = time.time()
-        record["perf/steps_per_second"] = self._rate()
+        spent = self._times[-1] - self._times[0]  # 0 at the first step, which compiles
+        record["perf/steps_per_second"] = (len(self._times) - 1) / max(spent, 1e-9)
         record.update(peak_memory())
-        line = {"step": step} | {key: _jsonable(value) for key, value in record.items()}
-        self._file.write(json.dumps(line) + "\n")
+        line = {k: v if math.isfinite(v) else json.dumps(v) for k, v in record.items()}
+        self._file.write(json.dumps({"step": step, **line}) + "\n")
         self._file.flush()
-        self._show(progress_line(step, self.total, record))
-        self._track("log", step, record)
-
-    def _rate(self):
-        """Steps per second over the last steps; 0 until two are done, as the first one compiles."""
-        if len(self._times) < 2:
-            return 0.0
-        return (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)
-
-    def _show(self, line):
+        shown, width = progress_line(step, self.total, record), shutil.get_terminal_size().columns
         if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            print("\r\x1b[2K" + line[:width], end="", flush=True)
+            print("\r\x1b[2K" + shown[: width - 1], end="", flush=True)
         else:
-            print(line, flush=True)
+            print(shown, flush=True)
+        self._track("log", step, record)
 
     def _track(self, method, *args):
         for tracker in self.trackers if self._file is not None else ():
@@ -150,8 +142,7 @@ def read(run_dir) -> list[dict[str, float]]:
     if not path.exists():
         return []
     with open(path, encoding="utf-8") as file:
-        records = [_parse(line) for line in file]
-    return [record for record in records if record is not None]
+        return [record for line in file if (record := _parse(line)) is not None]
 
 
 def split_name(key: str) -> tuple[str, str]:
@@ -189,13 +180,10 @@ def progress_line(step: int, total: int, record: dict[str, float]) -> str:
 def clock(seconds: float) -> str:
     """Return a duration in words: 42s, 5m12s, 3h04m, 2d07h."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for size, unit, part, sub in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{sub}"
+    return f"{whole}s"
 
 
 @contextlib.contextmanager
@@ -225,12 +213,7 @@ def ready(pending, times: dict[str, float]) -> Iterator:
 
 def clocked(function: Callable, times: dict[str, float], name: str) -> Callable:
     """The function, adding the seconds of each call to time/<name>; callable from any thread."""
-
-    def run(*args):
-        with phase(times, name):
-            return function(*args)
-
-    return run
+    return phase(times, name)(function)
 
 
 # Dense bf16 FLOP/s of one device by part of its device_kind; from NVIDIA's data sheets (SXM) and
@@ -391,9 +374,3 @@ def _scalar(key, value):
     if value.size != 1 or value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16":
         raise ValueError(f"metric {key} is {value.dtype}{list(value.shape)}, expected one number")
     return int(value.item()) if value.dtype.kind in "biu" else float(value.item())
-
-
-def _jsonable(value):
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
