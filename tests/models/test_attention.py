@@ -95,15 +95,13 @@ def test_every_form_of_context_equals_dense(rng, mesh, heads, lengths, form):
     _assert_equals_oracle(qkv, mesh, form=form)
 
 
-@pytest.mark.parametrize("chunks, trades", [(1, 4), (2, 8), (4, 16)])
-def test_heads_are_traded_in_chunks(rng, monkeypatch, chunks, trades):
-    """Each chunk trades q, k, v and the output; 8 heads over 2 devices leave 4 to cut."""
-    monkeypatch.setattr(attention, "CHUNKS", chunks)
+def test_heads_are_traded_in_one_piece(rng):
+    """q, k, v and the output, each once."""
     qkv = _qkv(rng, N=8)
     _assert_equals_oracle(qkv, dict(context=2))
     with sharding.use_mesh(sharding.make_mesh(dict(context=2), jax.devices()[:2])):
         text = jax.jit(lambda *a: attention.attend(*a)).lower(*qkv).as_text()
-    assert len(re.findall(r"stablehlo.all_to_all", text)) == trades
+    assert len(re.findall(r"stablehlo.all_to_all", text)) == 4
 
 
 @pytest.mark.parametrize(

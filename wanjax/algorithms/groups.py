@@ -54,7 +54,7 @@ def describe(setup: Setup) -> str:
     config: GroupConfig = setup.algorithm
     samples = config.prompts_per_step * config.group_size
     return (
-        f"{config.prompts_per_step} items x {config.group_size} = {samples} samples, "
+        f"{config.prompts_per_step} prompts x {config.group_size} = {samples} samples, "
         f"{config.updates} updates per rollout"
     )
 

@@ -37,7 +37,6 @@ TILES = {
     "TPU7": ((4864, 1024, 256), (2048, 2048, 256)),
     "": ((1024, 1024, 512), (1024, 1024, 512)),  # v4, v5e, v5p
 }
-CHUNKS = 1  # of the heads in an all-to-all; 2 and 4 cost 1 to 5 % on two H200 (RESULTS.md)
 _EMPTY = -1e30  # lse of no keys; finite, so that two of them merge without nan
 
 
@@ -47,7 +46,6 @@ class _Plan:
 
     kernel: str
     ulysses: int  # devices of `context` that trade tokens for heads
-    chunks: int  # of heads, traded one by one, so that trading overlaps with the kernel
     ring: int  # groups of such devices that pass keys and values around
     shared_keys: bool  # every device holds all keys (text)
     length: int  # real rows of k; later ones are padding
@@ -69,8 +67,7 @@ def attend(q_BLNK, k_BSNK, v_BSNK, *, kernel="auto", form="auto", last_count=1, 
     L, S, heads = q_BLNK.shape[1], k_BSNK.shape[1], q_BLNK.shape[2]
     shared_keys = S != L or last_count > 1
     ulysses, ring = context_form(heads, mesh, form)
-    chunks = math.gcd(heads // mesh.get("tensor", 1) // ulysses, CHUNKS) if ulysses > 1 else 1
-    plan = _Plan(kernel, ulysses, chunks, ring, shared_keys, length or S, last_count)
+    plan = _Plan(kernel, ulysses, ring, shared_keys, length or S, last_count)
     if rows := -L % mesh.get("context", 1):
         q_BLNK = _pad_rows(q_BLNK, L + rows)
         if not shared_keys:
@@ -202,17 +199,11 @@ def _forward(q, k, v, *, plan: _Plan):
     forward = functools.partial(KERNELS[plan.kernel][0], last_count=plan.last_count)
     if plan.shared_keys:  # few keys (text): every device holds them all, queries stay split
         return forward(q, k, v)
-    if plan.ring == 1:
-
-        def chunk(q, k, v):
-            q, k, v = (_to_heads(x, plan) for x in (q, k, v))
-            out, lse = forward(q, k[:, : plan.length], v[:, : plan.length])
-            return _to_tokens(out, plan), lse
-
-        parts = [chunk(*part) for part in _head_chunks((q, k, v), plan)]
-        out, lse = zip(*parts, strict=True)
-        return _join_chunks(out, plan), jnp.concatenate(lse, axis=1)
+    # heads are traded in one piece: two or four cost 1 to 5 % on two H200 (RESULTS.md)
     q, k, v = (_to_heads(x, plan) for x in (q, k, v))
+    if plan.ring == 1:
+        out, lse = forward(q, k[:, : plan.length], v[:, : plan.length])
+        return _to_tokens(out, plan), lse
 
     def hop(carry, i):
         k, v, out, lse = carry
@@ -229,31 +220,22 @@ def _forward(q, k, v, *, plan: _Plan):
 
 
 def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
-    """Gradients in the layout of q, k, v; the lse over all keys makes each chunk's share exact."""
+    """Gradients in the layout of q, k, v; the lse over all keys makes each hop's share exact."""
     backward = functools.partial(KERNELS[plan.kernel][1], last_count=plan.last_count)
     if plan.shared_keys:
         dq, dk, dv = backward(q, k, v, out, lse, d_out)
         if sharding.mesh_shape().get("context", 1) > 1:
             dk, dv = jax.lax.psum((dk, dv), "context")
         return dq, dk, dv
-
-    if plan.ring == 1:
-
-        def chunk(lse, *arrays):
-            q, k, v, out, d_out = (_to_heads(x, plan) for x in arrays)
-            dq, *dkv = backward(q, k[:, : plan.length], v[:, : plan.length], out, lse, d_out)
-            dkv = (_pad_rows(x, k.shape[1]) for x in dkv)
-            return tuple(_to_tokens(x, plan) for x in (dq, *dkv))
-
-        lses = jnp.split(lse, plan.chunks, axis=1)
-        arrays = _head_chunks((q, k, v, out, d_out), plan)
-        parts = [chunk(lse, *part) for lse, part in zip(lses, arrays, strict=True)]
-        return tuple(_join_chunks(x, plan) for x in zip(*parts, strict=True))
     q, k, v, out, d_out = (_to_heads(x, plan) for x in (q, k, v, out, d_out))
 
     def padded(q, k_real, v_real):
         dq, *dkv = backward(q, k_real, v_real, out, lse, d_out)
         return dq, *(_pad_rows(x, k.shape[1]) for x in dkv)
+
+    if plan.ring == 1:
+        parts = padded(q, k[:, : plan.length], v[:, : plan.length])
+        return tuple(_to_tokens(x, plan) for x in parts)
 
     def nothing(q):
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
@@ -269,24 +251,6 @@ def _backward(q, k, v, out, lse, d_out, *, plan: _Plan):
     zero = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     (_, _, *gradients), _ = jax.lax.scan(hop, (k, v, *zero), jnp.arange(plan.ring))
     return tuple(_to_tokens(g.astype(q.dtype), plan) for g in gradients)
-
-
-def _head_chunks(arrays, plan: _Plan) -> list:
-    """The arrays [B, L, N, K] cut into plan.chunks sets of heads, each with an equal part of what
-    every device of the Ulysses group will hold."""
-
-    def cut(x):
-        B, L, N, K = x.shape
-        x = x.reshape(B, L, plan.ulysses, plan.chunks, -1, K)
-        return [x[:, :, :, i].reshape(B, L, -1, K) for i in range(plan.chunks)]
-
-    return list(zip(*map(cut, arrays), strict=True))
-
-
-def _join_chunks(parts, plan: _Plan):
-    """Invert `_head_chunks` for one array."""
-    B, L, _, K = parts[0].shape
-    return jnp.stack([x.reshape(B, L, plan.ulysses, -1, K) for x in parts], 3).reshape(B, L, -1, K)
 
 
 def _trade(x, plan: _Plan, split: int, concat: int):
