@@ -134,8 +134,8 @@ def describe(setup: Setup) -> str:
     """What one step works on."""
     config: distill.Config = setup.algorithm
     return (
-        f"{config.items} items x {config.group_size} = {config.samples} samples, the student "
-        f"moves at every {config.student_every}. step"
+        f"{config.items} items x {config.group_size} = {config.samples} samples, "
+        f"one student update every {config.student_every} steps"
     )
 
 
