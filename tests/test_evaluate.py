@@ -8,7 +8,7 @@ from tests import tiny
 from wanjax import evaluate, sampling, train
 from wanjax.algorithms import Tools, grpo
 from wanjax.data import Item
-from wanjax.run import checkpoint
+from wanjax.run import disk
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_best_evaluation_is_the_one_with_the_highest_reward(tmp_path):
     assert evaluate.best(tmp_path) is None
     for step, result in ((0, {"eval/reward": 0.2}), (4, {"eval/reward": 0.9}),
                          (8, {"eval/reward": 0.5}), (12, {"eval/loss/high": 0.1})):  # fmt: skip
-        checkpoint.write_json(tmp_path / f"evals/step_{step:06d}.json", result)
+        disk.write_json(tmp_path / f"evals/step_{step:06d}.json", result)
     assert evaluate.best(tmp_path) == 4
 
 
@@ -47,7 +47,7 @@ def test_the_summary_has_the_results_before_and_after(tmp_path):
     for step, reward in ((0, 0.25), (7, 0.75)):
         result = {"eval/reward": reward, "eval/success": 0.5, "eval/loss/high": reward + 1,
                   "eval/loss/low": reward + 2}  # fmt: skip
-        checkpoint.write_json(job.path(step), result)
+        disk.write_json(job.path(step), result)
     summary = evaluate.write_summary(job, 7, seconds=3.0, evaluated=1.0)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert (summary["reward_before"], summary["reward_after"]) == (0.25, 0.75)

@@ -24,6 +24,7 @@ from wanjax.data import text, video
 from wanjax.models import lora as lora_layers
 from wanjax.models import presets
 from wanjax.run import checkpoint
+from wanjax.run import disk as run_disk
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
 README = pathlib.Path(__file__).parents[1] / "convert/README.md"
@@ -40,8 +41,8 @@ def _run(folder, model, note, rank, **trees):
     """A folder that is as much of a DMD2 run as an export reads."""
     (run := folder / "run").mkdir(parents=True)
     config = {"lora": {"rank": rank, "start": []}, "model": {"path": model}, "algorithm": "dmd2"}
-    checkpoint.write_json(run / "config.json", config)
-    checkpoint.write_json(run / "sampler.json", note)
+    run_disk.write_json(run / "config.json", config)
+    run_disk.write_json(run / "sampler.json", note)
     checkpoint.save(run, 7, trees, {})
     return run
 

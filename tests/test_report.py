@@ -12,7 +12,7 @@ import pytest
 
 from wanjax import report
 from wanjax.data import video
-from wanjax.run import checkpoint, metrics
+from wanjax.run import disk, guard, metrics
 
 COLOURS = {
     "red": (214, 52, 44),
@@ -58,8 +58,8 @@ def make_run(run_dir, steps=40, done=None, lr=2e-4, gain=1.0, seed=0, samples=6)
         "grpo": {"group": 8, "clip": {"high": 1e-3, "low": 1e-3}},
         "optim": {"lr": lr},
     }
-    checkpoint.claim(run_dir, config, resume=True)
-    checkpoint.write_json(
+    guard.claim(run_dir, config, resume=True)
+    disk.write_json(
         run_dir / "facts.json",
         {
             "Model": {"name": "tinywan22", "parameters, high": "2,831,424", "LoRA rank": 16},
@@ -117,7 +117,7 @@ def make_run(run_dir, steps=40, done=None, lr=2e-4, gain=1.0, seed=0, samples=6)
         ]
         video.write_samples(run_dir, at, [clip(c, m, blur) for c, m in words], prompts, 8, scores)
     if done is None:
-        checkpoint.write_json(
+        disk.write_json(
             run_dir / "summary.json",
             {
                 "reward_before": 0.523,
@@ -203,7 +203,7 @@ def test_curves_of_evaluations_end_with_the_last_one(tmp_path):
     for step, value in ((0, 0.25), (6, 0.75)):
         path = tmp_path / f"r/evals/step_{step:06d}.json"
         path.parent.mkdir(exist_ok=True)
-        checkpoint.write_json(path, {"eval/own": value})
+        disk.write_json(path, {"eval/own": value})
     (tmp_path / "r/metrics.jsonl").write_text(
         "".join(
             json.dumps(record | ({"eval/own": 0.25} if record["step"] == 0 else {})) + "\n"
@@ -262,7 +262,7 @@ def test_non_finite_values_are_gaps_and_are_named(tmp_path):
 
 
 def test_text_from_the_run_is_escaped(tmp_path):
-    checkpoint.claim(tmp_path / "run", {"prompt": "<script>alert(1)</script>"}, resume=True)
+    guard.claim(tmp_path / "run", {"prompt": "<script>alert(1)</script>"}, resume=True)
     text = report.write_report([tmp_path / "run"], tmp_path / "r.html").read_text()
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
 

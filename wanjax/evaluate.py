@@ -19,7 +19,7 @@ from wanjax import state as states
 from wanjax.algorithms import Algorithm, Tools
 from wanjax.data import Item, latents, text, video
 from wanjax.models import presets
-from wanjax.run import checkpoint, metrics
+from wanjax.run import disk, metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def run(job: Evaluation, state: states.State, step: int, writer=None) -> None:
     if job.preview:
         folder, films = _write_samples(job, step, videos, scores)
         line += f" on {len(job.preview.texts)} prompts, videos in {folder}"
-    checkpoint.write_json(path, result)
+    disk.write_json(path, result)
     (writer.say if writer else print)(line)
     if writer:
         writer.write(step, result)
@@ -141,7 +141,7 @@ def write_summary(job: Evaluation, step: int, seconds: float, evaluated: float) 
             summary |= _results(json.loads(job.path(at).read_text(encoding="utf-8")), when)
     if job.preview and job.tools.reward:
         summary["eval_prompts"] = len(job.preview.texts)
-    checkpoint.write_json(job.run_dir / "summary.json", summary)
+    disk.write_json(job.run_dir / "summary.json", summary)
     return summary
 
 

@@ -45,7 +45,7 @@ from wanjax.data import Item, latents, text
 from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, presets, wan
 from wanjax.parallel import distributed, sharding
-from wanjax.run import alarms, checkpoint, metrics
+from wanjax.run import alarms, checkpoint, disk, guard, metrics
 
 
 def main(config, dry_run: bool = False) -> pathlib.Path:
@@ -90,11 +90,11 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if start:
             state = states.start_from(state, run.training, jax.tree.map(jnp.asarray, start))
         state = states.place(state, mesh)
-        checkpoint.claim(run_dir, config.to_dict(), config.resume, default.get_config().to_dict())
+        guard.claim(run_dir, config.to_dict(), config.resume, default.get_config().to_dict())
         if jax.process_index() == 0:
             (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
-            checkpoint.write_json(run_dir / "facts.json", _facts(config, run, state, mesh))
-            checkpoint.write_json(run_dir / "sampler.json", sampling.note(run.sampling))
+            disk.write_json(run_dir / "facts.json", _facts(config, run, state, mesh))
+            disk.write_json(run_dir / "sampler.json", sampling.note(run.sampling))
         state = _restore(run_dir, state, run, stream)
         job = _job(config, run, algorithm, run_dir, data, stream, params, reward, eval_plan)
         state = _loop(job, state)

@@ -1,6 +1,5 @@
 """checkpoint.py: exact round trips, only whole checkpoints count, one config per run folder."""
 
-import json
 import os
 import signal
 import socket
@@ -240,7 +239,7 @@ def test_too_little_space_is_said_with_numbers_and_keeps_the_last_checkpoint(tmp
 
 WRITER = textwrap.dedent("""
     import sys, jax.numpy as jnp
-    from wanjax.run import checkpoint
+    from wanjax.run import checkpoint, guard
     for step in range(1000):
         state = {"w": jnp.full((64, 64), step, jnp.float32)}
         checkpoint.save(sys.argv[1], step, state, {"step": step})
@@ -275,14 +274,14 @@ def test_a_kill_at_any_instant_leaves_a_good_checkpoint(tmp_path):
 TWO_PROCESSES = textwrap.dedent("""
     import sys, jax, jax.numpy as jnp, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from wanjax.run import checkpoint
+    from wanjax.run import checkpoint, guard
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     run, port, rank = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, P("fsdp"))
     make = jax.jit(lambda: {"w": jnp.arange(16.0)}, out_shardings={"w": sharding})
-    assert checkpoint.claim(run, {"seed": 0}, resume=True) is False
+    assert guard.claim(run, {"seed": 0}, resume=True) is False
     assert checkpoint.latest_good(run) is None
     for step in (1, 2, 3):
         checkpoint.save(run, step, make(), {"step": step})
@@ -293,7 +292,7 @@ TWO_PROCESSES = textwrap.dedent("""
     for shard in state["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, np.arange(16.0)[shard.index])
     try:
-        checkpoint.claim(run, {"seed": 1}, resume=True)
+        guard.claim(run, {"seed": 1}, resume=True)
     except ValueError:
         assert jax.process_index() == 0
     except RuntimeError as error:
@@ -327,63 +326,3 @@ def test_two_processes_write_one_checkpoint_that_one_process_can_read(tmp_path):
     ]
     state, _ = checkpoint.restore(run, 3, {"w": jax.ShapeDtypeStruct((16,), jnp.float32)})
     np.testing.assert_array_equal(state["w"], np.arange(16.0))
-
-
-CONFIG = {
-    "seed": 0,
-    "steps": 10,
-    "lora": {"rank": 8, "experts": ("high", "low")},
-    "wandb": {"mode": "off"},
-}
-
-
-def test_claim_writes_the_config_once_and_resumes_with_the_same(tmp_path):
-    run = tmp_path / "run"
-    assert checkpoint.claim(run, CONFIG, resume=True) is False
-    text = (run / "config.json").read_text()
-    assert json.loads(text)["lora"] == {"rank": 8, "experts": ["high", "low"]}
-    assert checkpoint.claim(run, CONFIG, resume=True) is True
-    assert (run / "config.json").read_text() == text
-
-
-def test_claim_refuses_another_config_and_lists_the_keys(tmp_path):
-    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
-    other = {**CONFIG, "lora": {"rank": 16, "experts": ("high",)}, "extra": None}
-    with pytest.raises(ValueError) as error:
-        checkpoint.claim(tmp_path / "run", other, resume=True)
-    message = str(error.value)
-    assert "lora.rank: 8 -> 16" in message
-    assert 'lora.experts: ["high", "low"] -> ["high"]' in message
-    assert "extra: (absent) -> null" in message
-    assert "\n" not in message
-
-
-def test_a_key_that_did_not_exist_when_a_run_started_had_its_default(tmp_path):
-    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
-    newer = {**CONFIG, "fresh": {"size": (1, 2), "kind": "a"}}
-    assert checkpoint.claim(tmp_path / "run", newer, True, {**newer, "unused": 1}) is True
-    assert json.loads((tmp_path / "run/config.json").read_text()) == json.loads(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match='fresh.kind: "b" -> "a"'):
-        checkpoint.claim(tmp_path / "run", newer, True, {"fresh": {"size": (1, 2), "kind": "b"}})
-
-
-def test_claim_lets_only_the_named_keys_vary(tmp_path, capsys):
-    checkpoint.claim(tmp_path / "run", CONFIG, resume=True)
-    longer = {**CONFIG, "steps": 20, "wandb": {"mode": "offline"}}
-    assert checkpoint.claim(tmp_path / "run", longer, resume=True) is True
-    assert "steps 10 -> 20" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run/config.json").read_text())["steps"] == 20
-
-
-def test_claim_refuses_folders_that_are_not_its_own(tmp_path):
-    (tmp_path / "photo.jpg").write_text("x")
-    with pytest.raises(ValueError, match=r"holds photo\.jpg"):
-        checkpoint.claim(tmp_path, CONFIG, resume=True)
-    with pytest.raises(ValueError, match="is a file"):
-        checkpoint.claim(tmp_path / "photo.jpg", CONFIG, resume=True)
-    checkpoint.claim(tmp_path / "run", CONFIG, resume=False)
-    with pytest.raises(ValueError, match="already holds a run"):
-        checkpoint.claim(tmp_path / "run", CONFIG, resume=False)
-    (tmp_path / "run/config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        checkpoint.claim(tmp_path / "run", CONFIG, resume=True)

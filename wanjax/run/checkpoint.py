@@ -1,6 +1,5 @@
-"""Checkpoints that survive a kill at any instant, and the guard of a run folder's config.
+"""Checkpoints that survive a kill at any instant.
 
-    run_dir/config.json                      the resolved config, see `claim`
     run_dir/checkpoints/step_00000012/
         arrays/                              the state, written by Orbax
         MANIFEST.json                        step, meta, leaf shapes and dtypes, file sizes, crc32
@@ -15,8 +14,8 @@ CheckpointManager does not serve: it deletes in place and treats any folder it f
 its preservation policies are used. Random keys are not state: they derive from (seed, step,
 purpose).
 
-Several processes must share the file system and call `save`, `latest_good`, `restore`, `prune` and
-`claim` together.
+Several processes must share the file system and call `save`, `latest_good`, `restore` and
+`prune` together.
 """
 
 import itertools
@@ -26,7 +25,6 @@ import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -35,19 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from wanjax import trees
+from wanjax.run import disk
 
 FORMAT = 1
 _MANIFEST = "MANIFEST.json"
 _STEP = re.compile(r"step_(\d{8,})")
-
-# Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
-# long it runs, what it writes and how often, where its folder is, and what it runs on.
-VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
-VARIABLE_KEYS += ("alarms", "resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
 
 
 def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
@@ -57,14 +49,14 @@ def save(run_dir, step: int, state, meta: dict[str, Any]) -> pathlib.Path:
     Raises ValueError for a leaf that is not an array or meta that is not JSON, OSError for a full
     disk.
     """
-    meta_text = _dump(meta, "checkpoint meta")
+    meta_text = disk.dump_json(meta, "checkpoint meta")
     leaves = {path: _array(path, leaf) for path, leaf in _flatten(state).items()}
     folder = pathlib.Path(run_dir).absolute() / "checkpoints"
     tmp, final = folder / f"tmp-{_name(step)}", folder / _name(step)
-    _on_first_process(lambda: _make_room(folder, leaves))
+    disk.on_first_process(lambda: _make_room(folder, leaves))
     with _orbax() as checkpointer:
         checkpointer.save(tmp / "arrays", args=ocp.args.PyTreeSave(leaves))
-    _on_first_process(lambda: _commit(tmp, final, step, leaves, json.loads(meta_text)))
+    disk.on_first_process(lambda: _commit(tmp, final, step, leaves, json.loads(meta_text)))
     return final
 
 
@@ -74,7 +66,7 @@ def latest_good(run_dir) -> int | None:
     Folders that are not a finished checkpoint are named on the console and ignored; one whose
     content differs from its manifest is renamed to corrupt-* and the previous step is tried.
     """
-    step = _on_first_process(lambda: _search(pathlib.Path(run_dir) / "checkpoints"))
+    step = disk.on_first_process(lambda: _search(pathlib.Path(run_dir) / "checkpoints"))
     return None if step < 0 else step
 
 
@@ -118,80 +110,7 @@ def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None)
     context = policies.PreservationContext()
     kept = policies.AnyPreservationPolicy(rules).should_preserve(saved, context=context)
     gone = [step for step, stays in zip(steps, kept, strict=True) if not stays]
-    _on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
-
-
-def claim(run_dir, config: dict[str, Any], resume: bool, defaults: Any = None) -> bool:
-    """Claim `run_dir` for a run of `config`, write config.json; return True if a run continues.
-
-    Only the keys in VARIABLE_KEYS may differ from those the run was started with; a key that did
-    not exist then had its value in `defaults`. Raises ValueError for a folder that holds another
-    run or anything else, and, when `resume` is False, any run.
-    """
-    run_dir = pathlib.Path(run_dir)
-    return bool(_on_first_process(lambda: _claim(run_dir, config, resume, defaults or {})))
-
-
-def write_json(path, value) -> None:
-    """Write `value` to `path`; a reader or a crash sees the old file or the new one, never half."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
-        file.write(_dump(value, str(path)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
-    _fsync_folder(path.parent)
-
-
-def _claim(run_dir, config, resume, defaults):
-    file = run_dir / "config.json"
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run folder {run_dir} is a file; choose another name for the run")
-    if not file.exists():
-        if run_dir.is_dir() and (others := sorted(p.name for p in run_dir.iterdir())):
-            raise ValueError(
-                f"run folder {run_dir} has no config.json but holds {', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}; choose another name for the run"
-            )
-        write_json(file, config)
-        return False
-    if not resume:
-        raise ValueError(
-            f"run folder {run_dir} already holds a run; "
-            "choose another name, let it resume, or move it away"
-        )
-    try:
-        old = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is not JSON ({error}); repair it or move {run_dir} away"
-        ) from None
-    new = json.loads(_dump(config, "config"))
-    defaults = json.loads(_dump(defaults, "defaults"))
-    changes = _differences(old, new, defaults)
-    free = tuple(f"{name}." for name in VARIABLE_KEYS)
-    fixed = {key: pair for key, pair in changes.items() if not f"{key}.".startswith(free)}
-    if fixed:
-        listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
-        raise ValueError(
-            f"run folder {run_dir} was started with a different config ({listed}); "
-            "set these keys back, choose another name for the run, or move the folder away"
-        )
-    for key, (a, b) in changes.items():
-        print(f"checkpoint: {run_dir.name} continues with {key} {a} -> {b}", flush=True)
-    if changes:
-        write_json(file, new)
-    return True
-
-
-def _differences(old, new, defaults):
-    old, new = trees.dotted(old), trees.dotted(new)
-    old |= {k: v for k, v in trees.dotted(defaults).items() if k in new and k not in old}
-    old, new = ({k: json.dumps(v, ensure_ascii=False) for k, v in c.items()} for c in (old, new))
-    pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in old | new}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+    disk.on_first_process(lambda: [_delete(folder / _name(step)) for step in gone])
 
 
 def _orbax():
@@ -224,13 +143,13 @@ def _commit(tmp, final, step, leaves, meta):
         "leaves": {path: [list(leaf.shape), leaf.dtype.name] for path, leaf in leaves.items()},
         "files": _digests(tmp, names, sync=True),
     }
-    write_json(tmp / _MANIFEST, {"crc32": _crc(body), "body": body})
+    disk.write_json(tmp / _MANIFEST, {"crc32": _crc(body), "body": body})
     for folder in {(tmp / name).parent for name in body["files"]}:
-        _fsync_folder(folder)
+        disk.sync_folder(folder)
     if final.exists():
         _delete(final)
     os.rename(tmp, final)
-    _fsync_folder(final.parent)
+    disk.sync_folder(final.parent)
 
 
 def _search(folder):
@@ -336,26 +255,6 @@ def _array(path, leaf):
     )
 
 
-def _on_first_process(fn: Callable[[], Any]):
-    """Run fn on process 0; the others wait and get its int, or 0. A failure there fails all."""
-    if jax.process_count() == 1:
-        return fn()
-    error, result = None, None
-    if jax.process_index() == 0:
-        try:
-            result = fn()
-        except Exception as caught:  # tell the others before this process raises it
-            error = caught
-    number = result if isinstance(result, int) else 0
-    told = np.array([error is not None, number], np.int32)
-    failed, number = multihost_utils.broadcast_one_to_all(told)
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError("process 0 failed in a checkpoint operation; its own message says why")
-    return int(number)
-
-
 def _delete(path):
     """Rename, then delete: a kill in between leaves no folder that looks like a checkpoint."""
     trash = path.with_name(f"trash-{path.name}")
@@ -385,18 +284,3 @@ def _digests(folder, names, sync=False):
 
 def _crc(value):
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def _dump(value, what):
-    try:
-        return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} cannot be written as JSON: {error}") from None
-
-
-def _fsync_folder(folder):
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
