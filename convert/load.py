@@ -25,7 +25,7 @@ Bounds = tuple[tuple[int, int], ...]
 _KEYS = {component: expert for expert, component in disk.EXPERTS.items()}
 
 
-def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload=False):
+def load(path, *, mesh=None, dtype=None, components=None, dense=None, offload=False):
     """Load a model: (params, presets.ModelConfig).
 
     Args:
@@ -36,38 +36,38 @@ def load(path, *, mesh=None, dtype=None, experts_only=False, dense=None, offload
         float32. "float8" and "int8" quantise the matrices of the transformer's blocks (see
         models.quant); everything else becomes bfloat16. None keeps the stored dtypes (fp8 and GGUF
         data become bfloat16).
-      experts_only: leave out VAE and encoders.
+      components: which of "high", "low", "vae", "text_encoder", "image_encoder" to load, of those
+        that the model has; None loads all.
       dense: {expert: {parameter name: change}}, added in float32 as the parameters are read.
       offload: keep the weights of the experts in host memory, see `sharding.to_host`.
     params has "high", "low" (two experts), "vae", "text_encoder", "image_encoder" as present.
     Raises ValueError naming missing, unexpected, misshapen or truncated tensors.
     """
-    checkpoint, config = _examine(path, experts_only)
+    checkpoint, config = _examine(path, components)
     if checkpoint.arrays:
         if dense:
             raise ValueError(
                 f"{path} is an Orbax folder, which cannot take the dense changes of an adapter; "
                 "load the checkpoint it was made from"
             )
-        params = _restore(checkpoint, mesh, dtype)
+        params = _restore(checkpoint, mesh, dtype, components)
         if offload:
-            params |= {e: sharding.to_host(params[e]) for e in config.experts}
-        kept = config.experts if experts_only else params
-        return {name: params[name] for name in kept}, config
+            params |= {e: sharding.to_host(params[e]) for e in config.experts if e in params}
+        return params, config
     for expert, changes in (dense or {}).items():
         own = checkpoint.tensors[disk.EXPERTS[expert]]
         own |= {name: _changed(own[name], change) for name, change in changes.items()}
     params, put = {}, partial(place, mesh=mesh, dtype=dtype)
     for c, tensors in checkpoint.tensors.items():
-        if c in _KEYS or not experts_only:
+        if _wanted(c, components):
             away = offload and c in _KEYS
             params[_KEYS.get(c, c)] = put(tensors, shapes(checkpoint, c), c, offload=away)
     return params, config
 
 
-def model_config(path, *, experts_only: bool = False) -> presets.ModelConfig:
+def model_config(path, *, components=None) -> presets.ModelConfig:
     """The ModelConfig of a checkpoint from its headers alone; raises as `load` does."""
-    return _examine(path, experts_only)[1]
+    return _examine(path, components)[1]
 
 
 def load_component(path, component: str, *, mesh=None):
@@ -130,15 +130,20 @@ def place(
     return trees.unflatten(flat)
 
 
-def _examine(path, experts_only: bool) -> tuple[disk.Checkpoint, presets.ModelConfig]:
+def _examine(path, components) -> tuple[disk.Checkpoint, presets.ModelConfig]:
     """Open a checkpoint and account for every tensor that is needed, before any is read."""
     checkpoint = disk.read(path)
     config = disk.model_config(checkpoint)
     check = shapes if checkpoint.arrays else plan
     for component in checkpoint.tensors:
-        if component in _KEYS or not experts_only:
+        if _wanted(component, components):
             check(checkpoint, component)
     return checkpoint, config
+
+
+def _wanted(component: str, components) -> bool:
+    """Whether a component of a checkpoint is among those that are asked for by our names."""
+    return components is None or _KEYS.get(component, component) in components
 
 
 @lru_cache(16)
@@ -162,7 +167,7 @@ def _compare(where: str, expected: dict[str, tuple], got: dict[str, tuple]) -> N
         )
 
 
-def _restore(checkpoint: disk.Checkpoint, mesh, dtype) -> dict:
+def _restore(checkpoint: disk.Checkpoint, mesh, dtype, components) -> dict:
     """Load the Orbax form, each process its own shards."""
 
     def target(where, leaf):
@@ -170,10 +175,12 @@ def _restore(checkpoint: disk.Checkpoint, mesh, dtype) -> dict:
 
     targets = {}
     for c in checkpoint.configs:
+        if not _wanted(c, components):
+            continue
         flat = shapes(checkpoint, c)
         targets[c] = jax.tree.map(target, _shardings(flat, c, mesh), trees.unflatten(flat))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        options = ocp.args.PyTreeRestore(restore_args=targets)
+        options = ocp.args.PyTreeRestore(targets, targets, partial_restore=True)
         stored = checkpointer.restore(checkpoint.arrays, args=options)
     params = {}
     for component, tree in stored.items():

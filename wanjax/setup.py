@@ -151,21 +151,21 @@ def models(config, *, by_name: bool):
     by_name: a preset's name is taken as well, which has no weights (for plans and dry runs).
     """
 
-    def find(path: str, experts_only: bool = False) -> presets.ModelConfig:
+    def find(path: str, components=None) -> presets.ModelConfig:
         if not path:
             raise ValueError(
                 "config.model.path is empty; set it to a model folder"
                 + (f", or one of {[*presets.MODELS]}" if by_name else "")
             )
         named = presets.MODELS.get(path) if by_name else None
-        found = named or weights.model_config(path, experts_only=experts_only)
+        found = named or weights.model_config(path, components=components)
         run = {name: config.model[name] for name in _RUN_FIELDS}
         return dataclasses.replace(found, wan=dataclasses.replace(found.wan, **run))
 
     student = find(config.model.path)
     paths = {role: config.roles[role].path for role in ALGORITHMS[config.algorithm].ROLES}
     roles = {
-        role: find(path, experts_only=True) if path else student for role, path in paths.items()
+        role: find(path, presets.EXPERTS) if path else student for role, path in paths.items()
     }
     return student, roles
 
@@ -202,26 +202,26 @@ def load(config, mesh) -> tuple[dict, dict]:
         if own.path and source not in loaded:
             print(f"{role:8} {own.path}", flush=True)
             run = {**config.model.to_dict(), "path": own.path, "param_dtype": own.param_dtype}
-            loaded[source], _ = load_model(**run, mesh=mesh, experts_only=True)
+            loaded[source], _ = load_model(**run, mesh=mesh, components=presets.EXPERTS)
         if own.path:
             weights_of[role] = loaded[source]
     return params, weights_of
 
 
 def load_model(
-    path, *, param_dtype="float32", mesh=None, experts_only=False, adapters=(), offload=False,
+    path, *, param_dtype="float32", mesh=None, components=None, adapters=(), offload=False,
     **run,
 ):  # fmt: skip
     """(params, ModelConfig) with the run-time fields of the transformer set.
 
     run: dtype, attention, context, remat and interleave of WanConfig. adapters: [(path, expert or
     None, strength)], whose changes that are not low-rank are added to the weights. offload: keep
-    the experts in host memory.
+    the experts in host memory. components: see convert.weights.load.
     """
     stored = param_dtype if param_dtype in quant.DTYPES else jnp.dtype(param_dtype)
     dense = lora.dense_changes(path, adapters)
     params, model = weights.load(
-        path, mesh=mesh, dtype=stored, experts_only=experts_only, dense=dense, offload=offload
+        path, mesh=mesh, dtype=stored, components=components, dense=dense, offload=offload
     )
     run = dataclasses.replace(model.wan, **run)
     return params, dataclasses.replace(model, wan=run)

@@ -89,7 +89,7 @@ _I2V = dataclasses.replace(_B14, in_channels=36)
 _I2V_CLIP = dataclasses.replace(_I2V, image_dim=1280, added_kv_proj_dim=5120)
 _B5 = WanConfig(num_attention_heads=24, attention_head_dim=128, num_layers=30, ffn_dim=14336)
 _TI2V = dataclasses.replace(_B5, in_channels=48, out_channels=48)
-_TWO = ("high", "low")
+EXPERTS = ("high", "low")  # of which a model has both, or the first
 
 MODELS = {
     config.name: config
@@ -115,14 +115,14 @@ MODELS = {
             _B14,
             Sampling(12.0, Guidance(high=4.0, low=3.0), steps=40),
             boundary=0.875,
-            experts=_TWO,
+            experts=EXPERTS,
         ),
         ModelConfig(
             "wan2.2_i2v_a14b",
             _I2V,
             Sampling(5.0, Guidance(high=3.5, low=3.5), steps=40),
             boundary=0.9,
-            experts=_TWO,
+            experts=EXPERTS,
         ),
         ModelConfig(
             "wan2.2_ti2v_5b",
