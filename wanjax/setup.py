@@ -164,9 +164,7 @@ def models(config, *, by_name: bool):
 
     student = find(config.model.path)
     paths = {role: config.roles[role].path for role in ALGORITHMS[config.algorithm].ROLES}
-    roles = {
-        role: find(path, presets.EXPERTS) if path else student for role, path in paths.items()
-    }
+    roles = {role: find(path, presets.EXPERTS) if path else student for role, path in paths.items()}
     return student, roles
 
 
