@@ -38,16 +38,22 @@ def get_config(preset: str = "") -> ConfigDict:
     c.alarms.start["dpo/loss/*"] = (0.693, 0.694)  # log 2
     c.alarms.start["dmd2/critic_gap/*"] = (0.0, 0.0)  # the critic starts as the teacher
     c.compile_cache = "~/.cache/wanjax"  # accelerator programs, reused by the next start
+    c.text_cache = "~/.cache/wanjax/text"  # encoded prompts, reused by other runs
     c.resume = True  # continue the run of this name if it exists
+    c.allow_changes = False  # then also with keys that change its result; see wanjax/run/guard.py
     c.wandb = "off"  # off, offline, online
     c.project = "wanjax"  # wandb project
     c.tensorboard = False
     # ---- the model ----
     c.model = ConfigDict()
-    c.model.path = ""  # diffusers folder, any Wan checkpoint, or tinywan22
+    c.model.path = ""  # any Wan checkpoint; gs://, s3:// or org/name of Hugging Face; or tinywan22
     c.model.dtype = "bfloat16"  # matmuls; norms, rotary, softmax and losses stay float32
     c.model.param_dtype = "bfloat16"  # of frozen weights; also float8 or int8 for the blocks'
-    # matrices; use float32 for full fine-tuning
+    # matrices. Weights that are trained themselves (lora.rank = 0) are always kept in float32
+    c.model.vae_dtype = "bfloat16"
+    c.model.text_dtype = "bfloat16"
+    c.model.text_encoder = "free"  # encode all prompts at start, then free its memory; or encode
+    # each step's prompts and keep it meanwhile: host (memory), device (split over the mesh)
     c.model.offload = False  # keep frozen experts in host memory; each phase fetches its own. Saves
     # one expert's memory, but is slow on GPUs so far: scripts/bench/RESULTS.md
     c.model.attention = "auto"  # xla, cudnn, fa3, splash

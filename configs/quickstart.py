@@ -20,7 +20,7 @@ def get_config(preset: str = ""):
     c = default.get_config()
     c.name = "quickstart"
     c.model.path = "tinywan22"
-    c.model.dtype = c.model.param_dtype = "float32"
+    c.model.dtype = c.model.param_dtype = c.model.vae_dtype = c.model.text_dtype = "float32"
     c.model.remat = "full"  # faster on CPUs than keeping intermediates
     c.lora.rank, c.lora.alpha = 4, 8.0
     c.sampling.height = c.sampling.width = 64

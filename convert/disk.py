@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from convert import files, infer, names
+from wanjax import paths
 from wanjax.models import clip, presets, umt5, vae, wan
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
@@ -44,10 +45,10 @@ class Checkpoint:
     index: dict = field(default_factory=dict)  # model_index.json
     scheduler: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)  # wanjax.json: name, sampling, text_len
-    tokenizer: pathlib.Path | None = None
+    tokenizer: paths.Path | None = None
     spiece: files.Tensor | None = None  # sentencepiece model that ComfyUI stores as a tensor
     expert_named: bool = False  # a file name says which expert it holds
-    arrays: pathlib.Path | None = None  # of the Orbax form, which has no lazy tensors
+    arrays: paths.Path | None = None  # of the Orbax form, which has no lazy tensors
     skipped: dict[str, list[str]] = field(default_factory=dict)  # names not needed, by component
 
 
@@ -55,24 +56,28 @@ def read(path) -> Checkpoint:
     """Open a checkpoint of any layout without reading its tensors.
 
     path: diffusers folder, original folder, folder or list of single files (safetensors, .pth,
-    GGUF), one such file, or "tinywan22". Layout, component and expert are recognised by names,
-    shapes and file names.
+    GGUF), one such file, "tinywan22", or the name org/name of a Hugging Face model; folders and
+    safetensors may be gs:// or s3://. Layout, component and expert are recognised by names, shapes
+    and file names.
     """
     if isinstance(path, str) and path == "tinywan22":
         path = str(importlib.resources.files("wanjax") / "assets" / "tinywan22")
     if isinstance(path, list | tuple):
         checkpoint = Checkpoint(", ".join(map(str, path)), {}, {})
         for part in path:
-            _add_file(checkpoint, pathlib.Path(part))
+            _add_file(checkpoint, paths.resolve(part))
         return _complete(checkpoint)
-    path = pathlib.Path(path)
     checkpoint = Checkpoint(str(path), {}, {})
+    path = paths.model(path)
     if (path / "arrays").is_dir():
         _add_orbax(checkpoint, path)
     elif path.is_file():
         _add_file(checkpoint, path)
     elif not path.is_dir():
-        raise ValueError(f"{path}: no such file or folder; set model.path")
+        raise ValueError(
+            f"{path}: no such file or folder; set model.path to one, or to the name org/name of a "
+            "Hugging Face model"
+        )
     elif (path / "model_index.json").is_file():
         _add_diffusers(checkpoint, path)
     else:
@@ -80,16 +85,23 @@ def read(path) -> Checkpoint:
     return _complete(checkpoint)
 
 
-def _add_orbax(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+def _add_orbax(checkpoint: Checkpoint, path: paths.Path) -> None:
     """A folder that convert.weights wrote with --to orbax: its configs, and no lazy tensors."""
+    if str(path).startswith("s3://"):
+        raise ValueError(
+            f"{path}: Orbax reads its arrays from local disks and gs:// only; copy the folder to a "
+            "local disk, or store the model with --to diffusers"
+        )
     checkpoint.extra = read_json(path / "wanjax.json")
     checkpoint.configs = checkpoint.extra.pop("configs", {})
     checkpoint.tensors = dict.fromkeys(checkpoint.configs, {})
-    checkpoint.arrays = (path / "arrays").absolute()
+    checkpoint.arrays = path / "arrays"
+    if isinstance(path, pathlib.Path):  # Orbax takes absolute ones only
+        checkpoint.arrays = checkpoint.arrays.absolute()
     checkpoint.tokenizer = _folder(path / "google/umt5-xxl")
 
 
-def _folder(path: pathlib.Path) -> pathlib.Path | None:
+def _folder(path: paths.Path) -> paths.Path | None:
     return path if path.is_dir() else None
 
 
@@ -106,7 +118,7 @@ def _complete(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+def _add_diffusers(checkpoint: Checkpoint, path: paths.Path) -> None:
     checkpoint.index = read_json(path / "model_index.json")
     for component in COMPONENTS:
         if (path / component).is_dir():
@@ -121,7 +133,7 @@ def _add_diffusers(checkpoint: Checkpoint, path: pathlib.Path) -> None:
         raise ValueError(f"{path}: no transformer/ folder; download the checkpoint again")
 
 
-def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+def _add_folder(checkpoint: Checkpoint, path: paths.Path) -> None:
     """Original release (high_noise_model/, low_noise_model/ or shards at the root), or files."""
     if (path / "wanjax.json").is_file():
         checkpoint.extra = read_json(path / "wanjax.json")
@@ -142,7 +154,7 @@ def _add_folder(checkpoint: Checkpoint, path: pathlib.Path) -> None:
     checkpoint.tokenizer = _folder(path / "google/umt5-xxl")
 
 
-def _add_file(checkpoint: Checkpoint, path: pathlib.Path) -> None:
+def _add_file(checkpoint: Checkpoint, path: paths.Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; set model.path")
     _add(checkpoint, *files.open_any(path), path, expert_in_name(path.stem))
@@ -189,7 +201,7 @@ def _add(checkpoint: Checkpoint, tensors, metadata, where, expert: str | None) -
         )
 
 
-def _hints(checkpoint: Checkpoint, component: str, metadata, where: pathlib.Path) -> dict:
+def _hints(checkpoint: Checkpoint, component: str, metadata, where: paths.Path) -> dict:
     """What a header, wanjax.json or config.json beside the file says of a component's config."""
     if raw := metadata.get(f"wanjax.{component.removesuffix('_2')}"):
         try:
@@ -265,7 +277,7 @@ def _renamed(tensors: files.Tensors, component: str, where: str) -> files.Tensor
     return out
 
 
-def read_json(path: pathlib.Path) -> dict:
+def read_json(path: paths.Path) -> dict:
     """Read a JSON object; ValueError naming the file if it is not one."""
     try:
         data = json.loads(path.read_bytes())

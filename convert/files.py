@@ -1,7 +1,8 @@
 """Tensor files: read as lazy named tensors, written as safetensors.
 
 Every reader returns {name: Tensor}; nothing is read before `Tensor.read(index)` asks for a range,
-so loading, converting and merging all stream. Headers are checked in full when a file is opened:
+so loading, converting and merging all stream. Safetensors are read from object stores as well, a
+range of bytes a request, many at once. Headers are checked in full when a file is opened:
 a truncated, overlapping, duplicated or absurd entry is a ValueError that names file and tensor.
 Format: https://github.com/huggingface/safetensors#format (8-byte length, JSON header, raw data).
 One module for all formats, as their readers share the checks of names, shapes and ranges.
@@ -20,6 +21,8 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
+
+from wanjax import paths
 
 DTYPES = {
     **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
@@ -155,16 +158,15 @@ def dequantise(tensor: Tensor, scale: Tensor) -> Tensor:
 
 def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
     """Return ({name: Tensor}, header metadata) of one file. ValueError if the file is damaged."""
-    size = os.stat(path).st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise ValueError(
-                f"{path}: not a safetensors file, or truncated (it announces a header of {length} "
-                f"bytes but has {size}); download it again"
-            )
-        raw = file.read(length)
+    path = paths.resolve(path)
+    size, head = paths.size(path), paths.read_range(path, 0, 8)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):
+        raise ValueError(
+            f"{path}: not a safetensors file, or truncated (it announces a header of {length} "
+            f"bytes but has {size}); download it again"
+        )
+    raw = paths.read_range(path, 8, 8 + length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
         if not isinstance(header, dict):
@@ -175,18 +177,12 @@ def open_safetensors(path) -> tuple[Tensors, dict[str, str]]:
         spans = {name: _span(name, entry) for name, entry in header.items()}
         _check_cover(spans, size - 8 - length)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(f"{path}: damaged safetensors file: {_line(error)}") from None
+        raise ValueError(f"{path}: damaged safetensors file: {paths.one_line(error)}") from None
     start = 8 + length
     return {
         name: Tensor(shape, dtype, _reader(path, dtype, shape, start + begin, name), str(path))
         for name, (dtype, shape, begin, _) in spans.items()
     }, metadata
-
-
-def _line(error) -> str:
-    """An error as one line of at most 200 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _unique(pairs):
@@ -239,8 +235,19 @@ def _check_cover(spans, size: int) -> None:
         raise ValueError(f"{size - at} bytes after the last tensor")
 
 
-def _reader(path, dtype, shape, offset: int, name: str):
+def _reader(path: paths.Path, dtype, shape, offset: int, name: str):
     rows = math.prod(shape[1:]) * dtype.itemsize
+
+    def read_remote(index: Index) -> np.ndarray:
+        # Whole rows, of which the rest is dropped: a request costs more than the bytes between.
+        first, last = (index[0].start, index[0].stop) if shape else (0, 1)
+        data = paths.read_range(path, offset + first * rows, offset + last * rows)
+        if len(data) != (last - first) * rows:
+            raise ValueError(f"{path}: tensor {name!r} is cut short; copy the file there again")
+        whole = np.frombuffer(data, dtype)
+        if not shape:
+            return whole.reshape(()).copy()
+        return whole.reshape(last - first, *shape[1:])[(slice(None), *index[1:])].copy()
 
     def read(index: Index) -> np.ndarray:
         if all(i.start == 0 and i.stop == n for i, n in zip(index[1:], shape[1:], strict=True)):
@@ -252,7 +259,7 @@ def _reader(path, dtype, shape, offset: int, name: str):
         # A strided range: map the tensor, touch only the pages of the range, unmap.
         return np.array(np.memmap(path, dtype, "r", offset, shape)[index])
 
-    return read
+    return read_remote if paths.is_remote(path) else read
 
 
 def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
@@ -267,9 +274,12 @@ def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
 
 def open_any(path) -> tuple[Tensors, dict[str, str]]:
     """Open one tensor file; its first bytes say whether it is safetensors, torch zip or GGUF."""
-    path = pathlib.Path(path)
-    with open(path, "rb") as file:
-        head = file.read(8)
+    path = paths.resolve(path)
+    head = paths.read_range(path, 0, 8)
+    if paths.is_remote(path) and (head[:4] == b"GGUF" or head[:2] == b"PK"):
+        raise ValueError(
+            f"{path}: only safetensors are read from an object store; copy the file to a local disk"
+        )
     if head[:4] == b"GGUF":
         return open_gguf(path), {}
     if head[:2] == b"PK":
@@ -292,7 +302,8 @@ def open_torch(path) -> Tensors:
             raise ValueError(f"compressed entries ({some(packed)})")
         data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged or hostile: any error of zip, pickle or storage code
-        raise ValueError(f"{path}: not a safe torch weights file: {_line(error)}") from None
+        line = paths.one_line(error)
+        raise ValueError(f"{path}: not a safe torch weights file: {line}") from None
     for key in ("state_dict", "model", "module"):
         if isinstance(data, dict) and isinstance(data.get(key), dict):
             data = data[key]
@@ -328,7 +339,7 @@ def open_gguf(path) -> Tensors:
         reader = gguf.GGUFReader(path)
         found = {t.name: (t, _gguf_shape(reader, t)) for t in reader.tensors}
     except Exception as error:  # the reader checks little: any error means a damaged file
-        raise ValueError(f"{path}: damaged GGUF file: {_line(error)}") from None
+        raise ValueError(f"{path}: damaged GGUF file: {paths.one_line(error)}") from None
     tensors = {}
     for name, (t, shape) in found.items():
         if t.tensor_type not in known:
@@ -371,7 +382,7 @@ def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
 
     ValueError if shards are missing, a name occurs twice, or the index points outside the folder.
     """
-    folder = pathlib.Path(folder)
+    folder = paths.resolve(folder)
     indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda p: (p.name.count("."), p))
     if not indexes:
         files = sorted(folder.glob("*.safetensors"))
@@ -391,25 +402,25 @@ def open_folder(folder) -> tuple[Tensors, dict[str, str]]:
     return tensors, metadata
 
 
-def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    if index.stat().st_size > _HEADER_LIMIT:
-        raise ValueError(f"{index}: index of {index.stat().st_size} bytes is too large")
+def _weight_map(index: paths.Path) -> dict[str, str]:
+    if (size := paths.size(index)) > _HEADER_LIMIT:
+        raise ValueError(f"{index}: index of {size} bytes is too large")
     try:
         weight_map = json.loads(index.read_bytes(), object_pairs_hook=_unique)["weight_map"]
         files = set(weight_map.values())
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged index: {_line(error)}") from None
+        raise ValueError(f"{index}: damaged index: {paths.one_line(error)}") from None
     for name in files:
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
             raise ValueError(
-                f"{index}: shard {_line(name)!r} is not the name of a file in this folder"
+                f"{index}: shard {paths.one_line(name)!r} is not the name of a file in this folder"
             )
     return weight_map
 
 
-def _merge(paths: Iterable[pathlib.Path], folder) -> tuple[Tensors, dict[str, str]]:
+def _merge(shards: Iterable[paths.Path], folder) -> tuple[Tensors, dict[str, str]]:
     tensors, metadata = {}, {}
-    for path in paths:
+    for path in shards:
         if not path.is_file():
             raise ValueError(f"{folder}: shard {path.name} is missing; download it again")
         part, meta = open_safetensors(path)

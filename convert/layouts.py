@@ -5,7 +5,6 @@ fp8 scaled: W8 = e4m3(W / s), s = max|W| / 448, stored as NAME.scale_weight
 
 import json
 import pathlib
-import shutil
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from convert import disk, files, load, names, save
+from wanjax import paths
 
 LAYOUTS = ("diffusers", "original", "comfyui", "orbax")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled")
@@ -143,7 +143,7 @@ def _write_diffusers(checkpoint, tensors, folder: pathlib.Path) -> None:
 def _write_tokenizer(checkpoint, at: pathlib.Path) -> None:
     """Copy the tokenizer folder, or write the sentencepiece model that a ComfyUI file held."""
     if checkpoint.tokenizer:
-        shutil.copytree(checkpoint.tokenizer, at)
+        paths.copy_folder(checkpoint.tokenizer, at)
     elif checkpoint.spiece:
         at.mkdir(parents=True)
         checkpoint.spiece.all().tofile(at / "spiece.model")
@@ -249,7 +249,9 @@ def _write_comfyui(checkpoint, tensors, folder: pathlib.Path, dtype: str | None)
 def _sentencepiece(checkpoint) -> files.Tensor | None:
     """The sentencepiece model as ComfyUI has it, a tensor of bytes; None if there is none."""
     if checkpoint.tokenizer and (checkpoint.tokenizer / "spiece.model").is_file():
-        return files.of_array(np.fromfile(checkpoint.tokenizer / "spiece.model", np.uint8))
+        return files.of_array(
+            np.frombuffer((checkpoint.tokenizer / "spiece.model").read_bytes(), np.uint8)
+        )
     return checkpoint.spiece
 
 

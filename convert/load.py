@@ -7,6 +7,7 @@ component is checked to have exactly the tensors that its config describes.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from convert import disk, files, names
+from convert import disk, files, names, save
 from wanjax import trees
 from wanjax.models import presets, quant, wan
 from wanjax.parallel import sharding
@@ -111,6 +112,22 @@ def shapes(checkpoint: disk.Checkpoint, component: str) -> dict[str, jax.ShapeDt
         ) from None
 
 
+def stored(checkpoint: disk.Checkpoint, component: str) -> Iterator[files.Tensors]:
+    """The tensors of a component as they are stored, without a device: all of them, or of the Orbax
+    form, which keeps a leaf in one piece, some leaves at a time in host memory."""
+    if not checkpoint.arrays:
+        yield checkpoint.tensors[component]
+        return
+    leaves, group, size = shapes(checkpoint, component), [], 0
+    for path, leaf in leaves.items():
+        more = leaf.dtype.itemsize * math.prod(leaf.shape)
+        if group and size + more > files.CHUNK:
+            yield save.of_tree(_stored_leaves(checkpoint, component, group))
+            group, size = [], 0
+        group, size = [*group, path], size + more
+    yield save.of_tree(_stored_leaves(checkpoint, component, group))
+
+
 def place(
     tensors: files.Tensors, shapes: dict, component: str, *, mesh=None, dtype=None, offload=False
 ):
@@ -190,6 +207,15 @@ def _restore(checkpoint: disk.Checkpoint, mesh, dtype, components) -> dict:
     return params
 
 
+def _stored_leaves(checkpoint: disk.Checkpoint, component: str, paths: list[str]) -> dict:
+    """Some leaves of a component of the Orbax form, as host arrays."""
+    wanted = dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray))
+    tree = {component: trees.unflatten(wanted)}
+    how = ocp.args.PyTreeRestore(tree, tree, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(checkpoint.arrays, args=how)[component]
+
+
 def _changed(tensor: files.Tensor, change) -> files.Tensor:
     """A lazy tensor with a change added in float32."""
     change = np.asarray(change, np.float32).reshape(tensor.shape)
@@ -217,7 +243,7 @@ def _shardings(shapes: dict, component: str, mesh):
 
     tree = trees.unflatten(shapes)
     if mesh is None:
-        return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
     return sharding.tree_shardings(mesh, tree, axes)
 
 

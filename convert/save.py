@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert import disk, files, names
-from wanjax import trees
+from wanjax import paths, trees
 from wanjax.models import presets, wan
 from wanjax.parallel import sharding
 
@@ -86,8 +86,8 @@ def of_tree(tree) -> files.Tensors:
 def _gather(leaf, layer: tuple, axes: tuple, index: files.Index) -> np.ndarray:
     """Read a range of one layer, given in torch axes, out of a leaf."""
     at = (*(slice(i, i + 1) for i in layer), *(index[a] for a in axes))
-    local = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    if local and leaf.nbytes <= files.CHUNK:
+    small = leaf.nbytes <= files.CHUNK
+    if not isinstance(leaf, jax.Array) or (leaf.is_fully_addressable and small):
         part = np.asarray(leaf)[at]
     else:
         starts, sizes = [s.start for s in at], tuple(s.stop - s.start for s in at)
@@ -116,7 +116,7 @@ def fresh_folder(out) -> Iterator[pathlib.Path | None]:
 
     The temporary folder is removed if anything fails, and `out` is untouched.
     """
-    out = pathlib.Path(out)
+    out = paths.local(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty; choose another output or remove it")
     if jax.process_index() != 0:
@@ -194,7 +194,7 @@ def write_pipeline(config: presets.ModelConfig, tensors, folder: pathlib.Path) -
     dump_json(folder / "scheduler/scheduler_config.json", scheduler)
     dump_json(folder / "wanjax.json", extra_json(config))
     if config.tokenizer:
-        shutil.copytree(config.tokenizer, folder / "tokenizer")
+        paths.copy_folder(config.tokenizer, folder / "tokenizer")
     if "image_encoder" in tensors:
         size = config.image.image_size if config.image else 224
         processor = {

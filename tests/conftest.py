@@ -28,6 +28,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.emulator import bucket, stores  # noqa: E402, F401  fixtures
+
 jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.parallel.distributed.start
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,6 +42,7 @@ def pytest_configure(config):
         folder = tempfile.mkdtemp(prefix="wanjax-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["XDG_CACHE_HOME"] = folder  # of convert.digest
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -19,9 +19,9 @@ def model(tmp_path_factory):
 def test_evaluation_may_have_a_sampler_of_its_own(model, tmp_path, monkeypatch):
     own = dict(eval__steps=2, eval__grid="unipc", eval__solver="unipc", eval__guidance__high=1.0)
     config = tiny.make_config(model, tmp_path, **own)
-    seen, generate = [], sampling.generate
-    spy = lambda *args, plan, **kw: seen.append(plan) or generate(*args, plan=plan, **kw)
-    monkeypatch.setattr(sampling, "generate", spy)
+    seen, clips = [], sampling.clips
+    spy = lambda *args, plan, **kw: seen.append(plan) or clips(*args, plan=plan, **kw)
+    monkeypatch.setattr(sampling, "clips", spy)
     monkeypatch.setattr(grpo, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
@@ -42,7 +42,7 @@ def test_the_summary_has_the_results_before_and_after(tmp_path):
     item, tools = Item(["a", "b"], None), Tools({}, None, reward=tiny.mean_reward)
     job = evaluate.Evaluation(
         tmp_path, tiny.MODEL, tiny.make_setup().sampling, "default", tiny.make_setup().rewards,
-        tools, item, seed=0, shown=1, validate=None,
+        tools, item, seed=0, shown=1, static={}, validate=None,
     )  # fmt: skip
     for step, reward in ((0, 0.25), (7, 0.75)):
         result = {"eval/reward": reward, "eval/success": 0.5, "eval/loss/high": reward + 1,

@@ -11,10 +11,11 @@ import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import torch
 
-from convert import disk, few_step, layouts, lora, save
+from convert import digest, disk, few_step, layouts, load, lora, save
 from convert.lora import adapter as adapters
 from convert.lora import read, write
 from tests import tiny
@@ -64,6 +65,35 @@ def folder(base, tmp_path_factory):
     run = _run(where, path, note, 0, trained={"high": high}, ema=trained)
     (out,) = export.export(run, "diffusers", where / "student")
     return out
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "comfyui", "orbax"])
+def test_an_export_reads_what_it_writes_and_the_rest_passes_byte_for_byte(
+    base, tmp_path, monkeypatch, layout
+):
+    """No optimizer state, no other average, nothing on a device; from a base of any layout."""
+    path, params, model = base
+    if layout != "diffusers":
+        layouts.write(disk.read(path), tmp_path / layout, layout)
+        path = tmp_path / layout
+    ema = {"high": jax.tree.map(lambda x: x * 1.25, params["high"])}
+    state = {"trained": {"high": params["high"]}, "ema": ema, "moments": {"high": params["high"]}}
+    run = _run(tmp_path, str(path), sampling.note(_setup(model).sampling), 0, **state)
+    asked, original = [], ocp.args.PyTreeRestore
+    spy = lambda item, *args, **given: asked.append(item) or original(item, *args, **given)
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", spy)
+    monkeypatch.setattr(load, "place", None)
+    (out,) = export.export(run, "diffusers", tmp_path / "out")
+    monkeypatch.undo()
+    leaves = [path for item in asked for path in item if "/" in path]
+    assert leaves and all(path.startswith("ema/high/") for path in leaves)
+    assert len(asked) == 1 or layout == "orbax"
+    same = {n: digest.component(out, n) == digest.component(base[0], n)
+            for n in ("vae", "text_encoder", "low", "high")}  # fmt: skip
+    assert same == {"vae": True, "text_encoder": True, "low": True, "high": False}
+    tiny_kernel = lambda tree: np.asarray(tree["blocks"]["attn1"]["to_q"]["kernel"])
+    got = tiny_kernel(setups.load_model(out)[0]["high"])
+    np.testing.assert_allclose(got, 1.25 * tiny_kernel(params["high"]), rtol=1e-6)
 
 
 def _with_solver(folder, out, **changes):
@@ -259,7 +289,7 @@ def test_dense_changes_of_an_imported_adapter_stay_frozen_beside_the_trained_pai
     once, _ = setups.load_model(model, adapters=[(files, None, 1.0)])
     policy = {expert: (once[expert], pairs[expert]) for expert in config.experts}
     setup = setups.make(run, config, {})
-    encode = text.make_encoder(config, plain, ["", "red circle", "blue circle"])
+    encode = text.Encoder(config, ["", "red circle", "blue circle"], plain["text_encoder"])
     texts, videos = ["red circle", "blue circle"], {}
     for name, tree in (("with", policy), ("without", {e: (plain[e], pairs[e]) for e in pairs})):
         videos[name] = sampling.generate(

@@ -101,7 +101,7 @@ def test_steps_are_taken_on_the_rows_of_the_files(whole, data):
     assert len({text for _, item, _ in seen for text in item.texts}) == 6
     for step, (setup, item, batch) in enumerate(seen):
         z, rows = zip(*(data[1][text] for text in item.texts for _ in range(GROUP)), strict=True)
-        for ctx, row_SE in zip(np.asarray(batch.ctx_BSE), rows, strict=True):
+        for ctx, row_SE in zip(np.asarray(batch.ctx_PSE), rows, strict=True):
             np.testing.assert_array_equal(ctx[: len(row_SE)], row_SE)
             assert not ctx[len(row_SE) :].any()
         assert set(batch.latents) == {"critic"} | ({"student"} if step % 2 else set())

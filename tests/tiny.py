@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 import subprocess
 
@@ -141,6 +142,14 @@ def replace_training(setup: settings.Setup, *, role="student", optim=None, **lor
     return dataclasses.replace(setup, training=training)
 
 
+def update(algorithm, state, setup: settings.Setup, batch):
+    """algorithm.update on a copy of the state, which it replaces in place: tests compare before and
+    after. Leaves that are shared stay shared."""
+    copies: dict[int, jax.Array] = {}
+    copy = jax.tree.map(lambda x: copies.setdefault(id(x), jnp.copy(x)), state)
+    return algorithm.update(copy, setup, batch)
+
+
 _SETUPS: dict[str, settings.Setup] = {}
 
 
@@ -185,8 +194,9 @@ def make_config(model: str, workdir, **changes):
     __."""
     c = default.get_config()
     c.name, c.workdir, c.model.path = "run", str(workdir), model
-    c.model.dtype = c.model.param_dtype = "float32"
+    c.model.dtype = c.model.param_dtype = c.model.vae_dtype = c.model.text_dtype = "float32"
     c.model.remat = "none"
+    c.text_cache = str(pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "text")
     c.lora.rank, c.lora.alpha = 2, 4.0
     c.sampling.steps, c.sampling.batch = 6, 8
     c.sampling.height = c.sampling.width = 16

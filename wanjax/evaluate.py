@@ -4,6 +4,7 @@ clips, the best checkpoint and the summary.
 evals/step_*.json holds one result; it is written once, so an interrupted run does not repeat it.
 """
 
+import collections
 import json
 import pathlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from wanjax import state as states
 from wanjax.algorithms import Algorithm, Tools
 from wanjax.data import Item, latents, text, video
 from wanjax.models import presets
+from wanjax.parallel import distributed, sharding
 from wanjax.run import disk, metrics
 
 
@@ -35,6 +37,7 @@ class Evaluation:
     preview: Item | None  # prompts or first frames to make videos of
     seed: int
     shown: int  # how many of these become sample videos
+    static: dict  # of sampling.rollout, see algorithms.Extras.rollout_static
     validate: Callable | None  # state -> {"eval/…": mean over the held-out clips}
 
     def path(self, step: int) -> pathlib.Path:
@@ -56,7 +59,7 @@ def run(job: Evaluation, state: states.State, step: int, writer=None) -> None:
             writer.write(step, json.loads(path.read_text(encoding="utf-8")))
         return
     result = job.validate(state) if job.validate else {}
-    videos, scores = previews(job, state) if job.preview else ((), {})
+    videos, scores = previews(job, state) if job.preview else ([], {})
     result |= {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
     if jax.process_index() != 0:
         return
@@ -73,22 +76,35 @@ def run(job: Evaluation, state: states.State, step: int, writer=None) -> None:
 
 
 def previews(job: Evaluation, state: states.State):
-    """(videos of the fixed prompts, {score: value of each}); no scores without a reward."""
+    """(the first `shown` videos of the fixed prompts, {score: value of each prompt}); no scores
+    without a reward.
+
+    Each process scores the videos of its own devices; those that are shown come to all.
+    """
     item = job.preview
     assert item is not None
     ctx_PSE, uncond_1SE = text.align(item.ctx_PSE, job.tools.uncond_1SE)
-    videos = sampling.generate(
+    made = sampling.clips(
         states.rollout_params(state, job.policy), job.tools.vae, ctx_PSE, uncond_1SE,
-        model=job.model, plan=job.plan, seed=job.seed, cond=item.cond,
+        model=job.model, plan=job.plan, seed=job.seed, cond=item.cond, **job.static,
     )  # fmt: skip
+    shown, weights = [], job.rewards.weights
+
+    def keeping():
+        for batch, count in made:
+            distributed.check_stop()
+            if len(shown) < job.shown:
+                shown.extend(sharding.fetch(batch)[: min(count, job.shown - len(shown))])
+            yield batch, count
+
     if not job.tools.reward:
-        return videos, {}
-    weights = job.rewards.weights
+        collections.deque(keeping(), maxlen=0)
+        return shown, {}
     scores, info = rewards.run(
-        [videos], item.texts, job.tools.reward, weights, failure=job.rewards.failure
+        keeping(), item.texts, job.tools.reward, weights, failure=job.rewards.failure
     )
     total = np.sum([weights[name] * scores[name] for name in scores], axis=0)
-    return videos, {"reward": total, **info}
+    return shown, {"reward": total, **info}
 
 
 def validation(

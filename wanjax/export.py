@@ -8,13 +8,15 @@ written.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 
-from convert import lora, save, weights
+from convert import disk, files, layouts, load, lora, save, weights
 from convert.lora import adapter as lora_trees
 from convert.lora import write as lora_files
 from wanjax import schedule, trees
@@ -36,9 +38,8 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
     step = checkpoint.latest_good(run_dir) if step is None else step
     if step is None:
         raise ValueError(f"{run_dir} has no good checkpoint yet; let the run reach its first one")
-    flat, _ = checkpoint.restore(run_dir, step, checkpoint.abstract(run_dir, step))
-    state = trees.unflatten(flat)
-    trained = state.get("ema", state["trained"])
+    flat = checkpoint.read(run_dir, step, "ema") or checkpoint.read(run_dir, step, "trained")
+    trained = trees.unflatten(flat)
     if config["lora"]["rank"]:
         note = {"step": str(step), "run": run_dir.name, "wanjax.sampler": json.dumps(sampler)}
         start = config["lora"]["start"]
@@ -48,8 +49,7 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
             f"the run trained full weights: they become a diffusers folder, not {dialect}; "
             "use --format diffusers, then python -m convert.weights for other layouts"
         )
-    params, model = weights.load(config["model"]["path"])
-    save.save_diffusers({**params, **trained}, model, out)
+    _write_model(config["model"]["path"], trained, out)
     listed = sampler["grid"] == "explicit" and sampler["solver"] in ("euler", "renoise")
     few = {"few_step": _few_step(sampler)} if listed or config["algorithm"] == "dmd2" else {}
     save.write_sampler(pathlib.Path(out), {"sampler": sampler, **few})
@@ -66,6 +66,26 @@ def write_adapters(
     """
     adapter = lora.with_start(lora_trees.of_trees(adapters, note), start)
     return lora_files.write(adapter, out, dialect, stem=stem)
+
+
+def _write_model(path, trained: dict, out) -> None:
+    """Write the diffusers folder of the checkpoint at `path` with trained experts {expert: tree} in
+    place of its own; all else passes from file to file, range by range."""
+    weights.model_config(path)  # accounts for every tensor
+    base, tensors = disk.read(path), {}
+    for part in base.tensors:
+        own = [trained[expert] for expert in trained if disk.EXPERTS[expert] == part]
+        groups = map(save.of_tree, own) if own else load.stored(base, part)
+        kept = {name: tensor for group in groups for name, tensor in group.items()}
+        # the run had plain fp8 as bfloat16
+        tensors[part] = {
+            name: files.cast(t, jnp.bfloat16) if t.dtype in disk.FP8 else t
+            for name, t in kept.items()
+        }
+    # a sampler that the base was exported with is not this run's
+    said = {k: v for k, v in base.extra.items() if k not in ("sampler", "few_step")}
+    model = dataclasses.replace(base, tensors=tensors, extra=said, arrays=None)
+    layouts.write(model, out, "diffusers")
 
 
 def _few_step(sampler: dict) -> dict:

@@ -23,7 +23,7 @@ from html import escape
 from typing import Any
 
 from wanjax import trees
-from wanjax.run import metrics
+from wanjax.run import guard, metrics
 
 _TEMPLATE = pathlib.Path(__file__).parent / "assets" / "report.html"
 _COLOURS = 6  # --s0 … --s5 of the template
@@ -63,6 +63,7 @@ class Run:
     records: list[dict[str, float]]
     samples: dict[int, list[Sample]]
     evals: list[dict[str, float]] = field(default_factory=list)  # with "step", like records
+    changes: list[dict[str, Any]] = field(default_factory=list)  # step, time, key, old, new
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -74,8 +75,8 @@ class Run:
 
 def load_run(run_dir) -> Run:
     """Read config.json, facts.json ({section: {key: value}}), schedule.txt, summary.json,
-    metrics.jsonl, evals/step_*.json and samples/step_*/{NNN.mp4, NNN.txt, scores.json} of a run
-    folder.
+    metrics.jsonl, changes.json, evals/step_*.json and samples/step_*/{NNN.mp4, NNN.txt,
+    scores.json} of a run folder.
 
     Raises ValueError for a folder with none of these; a file that cannot be read becomes a note.
     """
@@ -96,6 +97,7 @@ def load_run(run_dir) -> Run:
             {"step": int(path.stem.removeprefix("step_")), **_read_json(path, notes, {})}
             for path in sorted(run_dir.glob("evals/step_*.json"))
         ],
+        changes=guard.changes(run_dir),
         notes=notes,
     )
     if not (run.config or run.records or run.samples or run.summary):
@@ -499,6 +501,8 @@ def _facts(runs):
         cards = [_card(name + of, _table(values)) for name, values in run.facts.items()]
         if cards:
             parts.append(f'<div class="facts wide">{"".join(cards)}</div>')
+        if run.changes:
+            parts.append(_card(f"Changes on resuming{of}", _changes(run.changes), "wide"))
         if run.schedule:
             parts.append(_card(f"Schedule{of}", f"<pre>{escape(run.schedule)}</pre>", "wide"))
         if run.config:
@@ -507,6 +511,13 @@ def _facts(runs):
             table = _table(_settings(run.config))
             parts.append(f'<details class="card wide"{shown}>{title}{table}</details>')
     return "\n".join(parts)
+
+
+def _changes(changes):
+    columns = ("step", "key", "old", "new")
+    rows = [columns, *([change[name] for name in columns] for change in changes)]
+    cells = ("".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _config_differences(runs):

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import sys
 
 import jax
@@ -27,7 +26,7 @@ import numpy as np
 
 from convert import lora as convert_lora
 from convert.lora import read as lora_files
-from wanjax import sampler, sampling, schedule, settings, setup
+from wanjax import paths, sampler, sampling, schedule, settings, setup
 from wanjax.data import text, video
 from wanjax.models import condition, lora, presets
 
@@ -71,6 +70,7 @@ def _run(args) -> None:
     for flag in ("guidance_high", "guidance_low"):
         if not 0 <= (getattr(args, flag) or 0) < math.inf:
             raise ValueError(f"--{flag} is {getattr(args, flag)}; expected a number from 0 up")
+    out = paths.local(args.out)
     adapters = [convert_lora.parse_argument(argument) for argument in args.lora]
     params, model = setup.load_model(
         args.model, dtype=args.dtype, param_dtype=args.dtype, adapters=adapters
@@ -87,7 +87,6 @@ def _run(args) -> None:
     uncond = jnp.asarray(encode([negative]))
     policy = {expert: (params[expert], {}) for expert in model.experts}
     first_frame = _first_frames(params, model, plan)
-    out = pathlib.Path(args.out)
     for i, prompt in enumerate(args.prompt):
         frames = sampling.generate(
             policy, params["vae"], encode([prompt]), uncond, model=model, plan=plan,
@@ -167,7 +166,7 @@ def _sampler_note(args, adapters: list[tuple]) -> dict:
         return {}
     sources = [path for path, _, _ in adapters]
     notes = [lora_files.read(path).metadata.get("wanjax.sampler") for path in sources]
-    folder = pathlib.Path(args.model) / "wanjax.json"
+    folder = paths.model(args.model) / "wanjax.json"
     if not any(notes) and folder.is_file():
         sources = [folder]
         notes = [json.dumps(json.loads(folder.read_text(encoding="utf-8")).get("sampler", {}))]

@@ -9,7 +9,7 @@ I sampler steps.
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -50,63 +50,100 @@ def velocities(
     }  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "sde"))
-def latents(
-    policy, ctx_BSE, uncond_1SE, key, ids, cond=None, *,
+@functools.partial(jax.jit, static_argnames=("model", "plan", "sde", "slots", "keep_mean"))
+def rollout(
+    policy, ctx_PSE, uncond_1SE, prompt_B, key, ids, slot_I, cond=None, first_ids=None, *,
     model: presets.ModelConfig, plan: settings.SamplingConfig,
-    sde: settings.SdeConfig | None = None, stochastic_I: Any = None,
+    sde: settings.SdeConfig | None = None, slots: int = 0, keep_mean: bool = False,
 ):  # fmt: skip
-    """Final latents [B, T, H, W, C] float32 by the solver; sample i depends on (key, ids[i]).
+    """(final latents [B, T, H, W, C] float32 by the solver, sampler.Trajectory of `slots`
+    transitions or None); sample i depends on (key, ids[i]).
 
-    ctx_BSE: one text context per sample; cond: as of condition.first_frame, for image-to-video;
-    sde: kernel that takes the steps where stochastic_I, a bool per step, is true.
+    Args:
+      ctx_PSE, prompt_B: text contexts, and which of them each sample has.
+      slot_I: slot of each step that `sde` takes, or −1: the solver takes it.
+      cond: as of condition.first_frame, for image-to-video.
+      first_ids: whose initial noise each sample has, if not its own.
     """
-    x = initial_noise(key, ids, latent_shape(model, plan))
-    run = velocities(policy, ctx_BSE, uncond_1SE, cond, config=model.wan, plan=plan)
+    ctx_BSE = sharding.constrain(ctx_PSE[prompt_B], "batch", None, None)
+    shape = latent_shape(model, plan)
+    x = initial_noise(key, ids if first_ids is None else first_ids, shape)
+    run, kept = velocities(policy, ctx_BSE, uncond_1SE, cond, config=model.wan, plan=plan), None
     if sde is not None:
-        slot_I = jnp.where(stochastic_I, 0, -1)  # one slot for all: nobody reads the transitions
-        x0, _ = sampler.rollout(
-            run, x, key, ids, plan.schedule, slot_I,
-            slots=1, kind=sde.kind, eta=sde.eta, solver=plan.solver,
+        x0, kept = sampler.rollout(
+            run, x, key, ids, plan.schedule, slot_I, slots=slots, kind=sde.kind, eta=sde.eta,
+            solver=plan.solver, keep_mean=keep_mean,
         )  # fmt: skip
     elif plan.solver == "renoise":
         x0 = sampler.few_step(run, x, key, ids, plan.schedule, renoise=True)
     else:
         x0 = sampler.sample(run, x, plan.schedule, solver=plan.solver)
-    return condition.hold(x0, cond)
+    return condition.hold(x0, cond), kept
 
 
 @functools.partial(jax.jit, static_argnames=("config", "tile"))
 def decode(vae_params, x0_BTHWC, *, config: vae.VAEConfig, tile: int):
-    """Latents to uint8 video [B, frames, height, width, 3]; tile: side in pixels, 0 = whole."""
-    if tile:
-        video = vae.decode_tiled(vae_params, x0_BTHWC, config=config, tile=tile)
-    else:
-        video = vae.decode(vae_params, x0_BTHWC, config=config)
-    return jnp.round((video.astype(jnp.float32) + 1) * 127.5).astype(jnp.uint8)
+    """Latents to uint8 video [B', frames, height, width, 3]; tile: side in pixels, 0 = whole.
+
+    Every device of the mesh decodes its share of the samples; B' is B made up to a multiple of
+    them.
+    """
+
+    def run(params, x0):
+        if tile:
+            video = vae.decode_tiled(params, x0, config=config, tile=tile)
+        else:
+            video = vae.decode(params, x0, config=config)
+        return jnp.round((video.astype(jnp.float32) + 1) * 127.5).astype(jnp.uint8)
+
+    return sharding.split_rows(run, vae_params, x0_BTHWC)
 
 
-def generate(
-    policy, vae_params, ctx_BSE, uncond_1SE, *,
+def clips(
+    policy, vae_params, ctx_PSE, uncond_1SE, *,
     model: presets.ModelConfig, plan: settings.SamplingConfig,
-    seed: int, first_id: int = 0, cond=None,
-):  # fmt: skip
-    """uint8 videos (numpy) [B, frames, height, width, 3] of B contexts by the solver.
+    seed: int, first_id: int = 0, cond=None, **static,
+) -> Iterator[tuple[jax.Array, int]]:  # fmt: skip
+    """(videos as `decode` gives them, how many of them count) of P contexts by the solver, in parts
+    of plan.batch; each is queued on the devices before the one before it is handed over.
 
     cond: first frames as of models.condition, or None. Sample i starts from the noise of
-    (seed, first_id + i), whatever the batching.
+    (seed, first_id + i), whatever the batching. static: further arguments of `rollout`.
     """
-    count, videos = len(ctx_BSE), []
-    for first in range(0, count, plan.batch):
-        # the last batch keeps its shape
-        rows = np.minimum(np.arange(first, first + plan.batch), count - 1)
-        given = {name: a[rows] for name, a in (cond or {}).items()}
-        x0 = latents(
-            policy, jnp.asarray(ctx_BSE[rows]), uncond_1SE, jax.random.key(seed),
-            jnp.asarray(rows + first_id), given, model=model, plan=plan,
-        )  # fmt: skip
-        videos.append(decode(vae_params, x0, config=model.vae, tile=plan.vae_tile))
-    return np.concatenate([sharding.fetch(v) for v in videos])[:count]
+    count, slot_I = len(ctx_PSE), jnp.full(plan.schedule.steps, -1, jnp.int32)
+    ctx_PSE, key = jnp.asarray(ctx_PSE), jax.random.key(seed)
+
+    def queued():
+        for first in range(0, count, plan.batch):
+            # the last batch keeps its shape
+            rows = np.minimum(np.arange(first, first + plan.batch), count - 1)
+            given = {name: a[rows] for name, a in cond.items()} if cond else None
+            ids = jnp.asarray(rows + first_id)
+            x0, _ = rollout(
+                policy, ctx_PSE, uncond_1SE, jnp.asarray(rows), key, ids, slot_I, given,
+                model=model, plan=plan, **static,
+            )  # fmt: skip
+            video = decode(vae_params, x0, config=model.vae, tile=plan.vae_tile)
+            yield video, min(plan.batch, count - first)
+
+    return ahead(queued())
+
+
+def ahead(queued: Iterator) -> Iterator:
+    """The same items; each is asked for before the one before it is handed over."""
+    waiting = []
+    for item in queued:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def generate(policy, vae_params, ctx_PSE, uncond_1SE, **settings) -> np.ndarray:
+    """uint8 videos [P, frames, height, width, 3] of P contexts on every host; settings: see
+    `clips`."""
+    made = clips(policy, vae_params, ctx_PSE, uncond_1SE, **settings)
+    return np.concatenate([sharding.fetch(video)[:count] for video, count in made])
 
 
 def initial_noise(key, ids, shape):

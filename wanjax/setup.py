@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from ml_collections import config_flags
 
 from configs import default
-from convert import lora, weights
-from wanjax import algorithms, rewards, sampler, sampling, schedule, settings, trees
+from convert import digest, lora, weights
+from wanjax import algorithms, paths, rewards, sampler, sampling, schedule, settings, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
-from wanjax.data import latents
+from wanjax.data import latents, text
 from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.parallel import sharding
@@ -41,6 +41,9 @@ _WORDS = {  # allowed values of the keys that match a pattern
     "model.remat": blocks.REMAT,
     "model.dtype": DTYPES,
     "*.param_dtype": (*DTYPES, *quant.DTYPES),
+    "model.vae_dtype": DTYPES,
+    "model.text_dtype": DTYPES,
+    "model.text_encoder": ("free", "host", "device"),
 }
 _HOLDS = {  # the rules of default.NUMBERS; none of them holds for nan
     "at least 1": lambda x: x >= 1,
@@ -170,14 +173,29 @@ def models(config, *, by_name: bool):
 
 def weight_shapes(config, model: presets.ModelConfig, roles: dict) -> dict:
     """{role: {expert: shapes}} of what `load` gives; a role without a path has none of its own."""
-    own = {"student": (model, config.model.param_dtype)}
-    for role, its in roles.items():
-        if config.roles[role].path:
-            own[role] = its, config.roles[role].param_dtype
+    own = {"student": model}
+    own |= {role: its for role, its in roles.items() if config.roles[role].path}
     return {
-        role: {expert: _shapes(its.wan, dtype) for expert in its.experts}
-        for role, (its, dtype) in own.items()
+        role: {e: _shapes(its.wan, dtype) for e, dtype in _stored(config, role, its).items()}
+        for role, its in own.items()
     }
+
+
+def _stored(config, role: str, model: presets.ModelConfig) -> dict[str, str]:
+    """{expert: dtype its weights are kept in}: float32 where they are trained themselves, whatever
+    computes."""
+    frozen = (config.model if role == "student" else config.roles[role]).param_dtype
+    trained = _trained(config, {role: model}, model).get(role, ()) if not config.lora.rank else ()
+    return {expert: "float32" if expert in trained else frozen for expert in model.experts}
+
+
+def _trained(config, roles: dict, model: presets.ModelConfig) -> dict[str, tuple[str, ...]]:
+    """{role: its trained experts} of the student and, if it is among the roles, the critic."""
+    found = {"student": tuple(config.experts)}
+    if "critic" in roles:
+        whole = roles["critic"].experts
+        found["critic"] = found["student"] if whole == model.experts else whole
+    return found
 
 
 @functools.lru_cache(8)
@@ -185,25 +203,59 @@ def _shapes(config: wan.WanConfig, dtype: str):
     return jax.eval_shape(lambda: wan.store(wan.init(jax.random.key(0), config), dtype))
 
 
-def load(config, mesh) -> tuple[dict, dict]:
-    """(every component's weights, {role: {expert: tree}}) of the run, the student's under
-    "student".
+def load(config, mesh, model: presets.ModelConfig, roles: dict) -> tuple[dict, dict]:
+    """(weights of the VAE, {role: {expert: tree}} of the run, the student's under "student").
 
-    A role without a path has no weights of its own; equal paths are loaded once.
+    model, roles: as `models` finds them. A role without a path has no weights of its own; equal
+    ones are loaded once.
     """
     start = [(list(config.lora.start), None, 1.0)] if config.lora.start else []
-    params, model = load_model(**config.model.to_dict(), mesh=mesh, adapters=start)
-    weights_of, loaded = {"student": {e: params[e] for e in model.experts}}, {}
-    for role in ALGORITHMS[config.algorithm].ROLES:
-        own = config.roles[role]
-        source = (own.path, own.param_dtype)
-        if own.path and source not in loaded:
-            print(f"{role:8} {own.path}", flush=True)
-            run = {**config.model.to_dict(), "path": own.path, "param_dtype": own.param_dtype}
-            loaded[source], _ = load_model(**run, mesh=mesh, components=presets.EXPERTS)
-        if own.path:
-            weights_of[role] = loaded[source]
-    return params, weights_of
+    path, offload = config.model.path, config.model.offload
+    part, _ = load_model(path, param_dtype=config.model.vae_dtype, mesh=mesh, components=("vae",))
+    weights_of: dict[str, dict] = {}
+    loaded: dict[tuple, dict] = {}
+    for role, its in {"student": model, **roles}.items():
+        own = config.model if role == "student" else config.roles[role]
+        for expert, dtype in _stored(config, role, its).items() if own.path else ():
+            moved = not config.lora.rank and expert in _trained(config, roles, model).get(role, ())
+            source = (own.path, expert, dtype, role if moved else "")  # what moves has its own
+            if source not in loaded:
+                print(f"{role:8} {own.path} {expert} as {dtype}", flush=True)
+                found, _ = load_model(
+                    own.path, param_dtype=dtype, mesh=mesh, components=(expert,),
+                    adapters=start if role == "student" else (), offload=offload,
+                )  # fmt: skip
+                loaded[source] = found[expert]
+            weights_of.setdefault(role, {})[expert] = loaded[source]
+    return part["vae"], weights_of
+
+
+def contexts(config, mesh, model: presets.ModelConfig, prompts) -> text.Encoder:
+    """The encoder of a run's prompts; with config.model.text_encoder "free" all of them have been
+    encoded when it returns, and the text encoder's weights are gone again.
+
+    Rows come from and go to config.text_cache, which is told apart by every byte of the encoder.
+    """
+    dtype, keep = config.model.text_dtype, config.model.text_encoder
+    prompts = list(dict.fromkeys(prompts))
+    owner = digest.component(config.model.path, "text_encoder")
+    folder = paths.local(config.text_cache) / f"{owner}-{dtype}"
+    rows = text.Folder(folder, model.wan.text_dim, jnp.dtype(dtype))
+    encoder = text.Encoder(model, prompts, rows=rows)
+    lacking = encoder.missing(prompts)
+    if not lacking and keep == "free":
+        return encoder
+    print(f"prompts  {len(lacking)} of {len(prompts)} to encode", flush=True)
+    found, _ = load_model(
+        config.model.path, param_dtype=dtype, mesh=mesh, components=("text_encoder",)
+    )
+    encoder.params = found["text_encoder"]
+    if keep == "free":
+        encoder.fill(lacking)
+        encoder.params = None
+    elif keep == "host":
+        encoder.params = sharding.to_host(encoder.params)
+    return encoder
 
 
 def load_model(
@@ -239,11 +291,6 @@ def make(config, model: presets.ModelConfig, roles: dict) -> settings.Setup:
                 f"config.experts names {expert!r} but the model has {model.experts}; "
                 "set config.experts to some of those"
             )
-    if not config.lora.rank and config.model.param_dtype in quant.DTYPES:
-        raise ValueError(
-            f"config.model.param_dtype {config.model.param_dtype!r} is for frozen weights; set "
-            "config.lora.rank above 0, or param_dtype to float32"
-        )
     algorithm = ALGORITHMS[config.algorithm]
     if config.model.offload and (not config.lora.rank or algorithm.ROLES):
         found = f"algorithm {config.algorithm!r}, whose roles share them"
@@ -352,11 +399,9 @@ def _training(config, model: presets.ModelConfig, roles: dict) -> settings.Train
     def optimizers(section, experts):
         return {e: settings.OptimConfig(**section[e].to_dict()) for e in experts}
 
-    optims = {"student": optimizers(config.optim, config.experts)}
-    if "critic" in roles:
-        whole = roles["critic"].experts
-        critics = config.experts if whole == model.experts else whole
-        optims["critic"] = optimizers(config.roles.critic.optim, critics)
+    sections = {"student": config.optim, "critic": config.roles.critic.optim}
+    trained = _trained(config, roles, model)
+    optims = {role: optimizers(sections[role], experts) for role, experts in trained.items()}
     lora_config = settings.LoraConfig(
         config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
     )

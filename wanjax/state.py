@@ -118,11 +118,11 @@ def shardings(state: State, mesh) -> State:
 
 
 def place(state: State, mesh) -> State:
-    """The state with adapters, averages and optimizers split over the mesh; weights stay where
-    they were loaded."""
+    """The state with adapters, averages and optimizers split over the mesh, in place of those
+    given; weights stay where they were loaded."""
     at, moved = shardings(state, mesh), {}
     for name in ("adapters", "opt", "role_opt"):
-        move = jax.jit(lambda tree: tree, out_shardings=getattr(at, name))
+        move = jax.jit(lambda tree: tree, out_shardings=getattr(at, name), donate_argnums=0)
         moved[name] = move(getattr(state, name))
     return state.replace(**moved)
 

@@ -18,7 +18,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -83,20 +83,20 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if dry_run:
             print("dry run: config, model and shapes fit; nothing was written", flush=True)
             return run_dir
-        params, weights = setup.load(config, mesh)
+        guard.claim(
+            run_dir, config.to_dict(), config.resume, default.get_config().to_dict(),
+            allow=config.allow_changes,
+        )  # fmt: skip
         if data.source:
-            latents.check_encoders(data.source, params)
-        state = algorithm.init(jax.random.key(config.seed), run, weights)
-        if start:
-            state = states.start_from(state, run.training, jax.tree.map(jnp.asarray, start))
-        state = states.place(state, mesh)
-        guard.claim(run_dir, config.to_dict(), config.resume, default.get_config().to_dict())
+            latents.check_encoders(data.source, config.model.path)
+        encode = _encoder(config, run, mesh, data, stream)
+        vae, state = _begin(config, run, algorithm, mesh, start)
+        job = _job(config, run, algorithm, run_dir, data, stream, encode, vae, reward, eval_plan)
+        state = _restore(job, state)
         if jax.process_index() == 0:
             (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
             disk.write_json(run_dir / "facts.json", _facts(config, run, state, mesh))
             disk.write_json(run_dir / "sampler.json", sampling.note(run.sampling))
-        state = _restore(run_dir, state, run, stream)
-        job = _job(config, run, algorithm, run_dir, data, stream, params, reward, eval_plan)
         state = _loop(job, state)
         _finish(job, state, started)
     return run_dir
@@ -129,6 +129,7 @@ class _Job:
     evaluation: evaluate.Evaluation
     stream: Any  # data.prompts.PromptStream or data.latents.LatentStream
     item: Callable[[int], Item]  # data of a step
+    outside: dict[str, int] = field(default_factory=dict)  # of alarms.watch
 
 
 def _read_data(config, dry_run: bool) -> _Data:
@@ -154,12 +155,33 @@ def _stream(config, data: _Data, model: presets.ModelConfig):
     return prompt_files.PromptStream(data.prompts, config.prompts_per_step, config.seed)
 
 
-def _job(config, run, algorithm, run_dir, data: _Data, stream, params, reward, eval_plan) -> _Job:
-    """Encode what prompts there are, and bring together what the loop needs."""
-    model, negative = run.model, config.negative_prompt
-    negative = model.sampling.negative_prompt if negative == "default" else negative
-    encode = text.make_encoder(model, params, [negative, *data.prompts, *data.eval_prompts])
-    tools = Tools(params["vae"], jnp.asarray(encode([negative])), reward)
+def _encoder(config, run: settings.Setup, mesh, data: _Data, stream) -> text.Encoder:
+    """The encoder of all prompts that the run will ask for."""
+    trained = () if data.source else stream.within(config.steps)
+    negative = _negative(config, run.model)
+    return setup.contexts(config, mesh, run.model, [negative, *trained, *data.eval_prompts])
+
+
+def _negative(config, model: presets.ModelConfig) -> str:
+    own = config.negative_prompt
+    return model.sampling.negative_prompt if own == "default" else own
+
+
+def _begin(config, run: settings.Setup, algorithm: Algorithm, mesh, start: dict):
+    """(weights of the VAE, the state at step 0); nothing else keeps the weights that are read."""
+    vae, weights = setup.load(config, mesh, run.model, run.roles)
+    state = algorithm.init(jax.random.key(config.seed), run, weights)
+    if start:
+        state = states.start_from(state, run.training, jax.tree.map(jnp.asarray, start))
+    return vae, states.place(state, mesh)
+
+
+def _job(
+    config, run, algorithm, run_dir, data: _Data, stream, encode, vae, reward, eval_plan
+) -> _Job:
+    """Bring together what the loop needs."""
+    model = run.model
+    tools = Tools(vae, jnp.asarray(encode([_negative(config, model)])), reward)
 
     def of_texts(texts: list[str]) -> Item:
         return Item(texts, encode(texts))
@@ -173,10 +195,20 @@ def _job(config, run, algorithm, run_dir, data: _Data, stream, params, reward, e
     evaluation = evaluate.Evaluation(
         run_dir, model, eval_plan, algorithm.EVALUATED, run.rewards, tools, preview,
         seed=config.eval.seed, shown=config.eval.samples,
+        static=_evaluation_static(run, algorithm, eval_plan),
         validate=evaluate.validation(algorithm, run, stream, tools) if data.source else None,
     )  # fmt: skip
     item = stream.at if data.source else lambda step: of_texts(stream.at(step))
     return _Job(config, run, algorithm, run_dir, tools, evaluation, stream, item)
+
+
+def _evaluation_static(run: settings.Setup, algorithm: Algorithm, eval_plan) -> dict:
+    """Static arguments of an evaluation's rollouts: those of training where the sampler is the
+    same, so that nothing is compiled twice."""
+    own = getattr(algorithm, "rollout_static", None)
+    if own is None or eval_plan is not run.sampling:
+        return {}
+    return {name: value for name, value in own(run).items() if name not in ("model", "plan")}
 
 
 def _loop(job: _Job, state: states.State) -> states.State:
@@ -187,37 +219,51 @@ def _loop(job: _Job, state: states.State) -> states.State:
         wandb=config.wandb, project=config.project, tensorboard=config.tensorboard,
     )  # fmt: skip
     writer = metrics.MetricsWriter(job.run_dir, total=config.steps, start=first, trackers=trackers)
-    look = alarms.watch(config.alarms.limits, config.alarms.patience)
+    look = alarms.watch(config.alarms.limits, config.alarms.patience, job.outside)
     saved, previous, save_times = first, None, {}
+
+    def keep(step: int):
+        """Save the checkpoint that continues with `step`; it counts the steps before it."""
+        nonlocal saved, previous
+        _check_finite(previous, saved)
+        _report_alarms(job, previous, look, writer, last=step == config.steps)
+        previous = None
+        writer.flush()  # before the checkpoint: a kill in between must not lose lines
+        with metrics.phase(save_times, "checkpoint"):  # reported with the next step
+            _save(job, state, step)
+        saved = step
+
     try:
         for step in range(first, config.steps):
             times: dict[str, float] = {}
-            if step == 0 or _due(config.eval_every, step) or _due(config.sample_every, step):
-                with metrics.phase(times, "eval"):
-                    evaluate.run(job.evaluation, state, step, writer)
-            with metrics.phase(times, "data"):  # text encoding, or reading latents
-                item = job.item(step)
-            with metrics.phase(times, "collect"):  # rollout, decode and reward overlap
-                batch = algorithm.collect(state, run, item, job.tools)
+            try:
+                if step == 0 or _due(config.eval_every, step) or _due(config.sample_every, step):
+                    with metrics.phase(times, "eval"):
+                        evaluate.run(job.evaluation, state, step, writer)
+                with metrics.phase(times, "data"):  # text rows, or reading latents
+                    item = job.item(step)
+                with metrics.phase(times, "collect"):  # rollout, decode and reward overlap
+                    batch = algorithm.collect(state, run, item, job.tools)
+            except distributed.Stopped:  # the state is still that of the step before
+                if saved != step:
+                    keep(step)
+                raise distributed.NeedsRestart(_stopped(saved)) from None
             with metrics.phase(times, "update"):
-                state, values = algorithm.update(state, run, batch)
+                state, updated = algorithm.update(state, run, batch)
                 jax.block_until_ready(state.step)
             times |= metrics.speed(_flops(job, item), times)
+            values = {**batch.metrics, **updated}
+            del batch, item  # gone before the next ones are made
             _check_finite(previous, saved)
             _report_alarms(job, previous, look, writer)
-            previous = (step, {**batch.metrics, **values})
-            writer.write(step, {**batch.metrics, **values, **times, **save_times})
-            save_times = {}
-            stop = distributed.preempted(step) and step + 1 < config.steps
+            previous = (step, values)
+            writer.write(step, {**values, **times, **save_times})
+            save_times.clear()
+            stop = distributed.preempted() and step + 1 < config.steps
             if stop or step + 1 == config.steps or _due(config.save_every, step + 1):
-                _check_finite(previous, saved)
-                writer.flush()  # before the checkpoint: a kill in between must not lose lines
-                with metrics.phase(save_times, "checkpoint"):  # reported with the next step
-                    _save(job, state, step + 1)
-                saved = step + 1
+                keep(step + 1)
             if stop:
-                raise distributed.NeedsRestart(f"asked to stop; checkpoint {saved} is kept")
-        _report_alarms(job, previous, look, writer, last=True)
+                raise distributed.NeedsRestart(_stopped(saved))
     except KeyboardInterrupt:
         writer.say(
             f"stopped; checkpoint {saved} of {config.steps} is kept, "
@@ -229,23 +275,52 @@ def _loop(job: _Job, state: states.State) -> states.State:
     return state
 
 
+def _stopped(saved: int) -> str:
+    return f"asked to stop; checkpoint {saved} is kept" if saved else "asked to stop before step 1"
+
+
 def _save(job: _Job, state: states.State, step: int) -> None:
     """Write the checkpoint that continues with `step`, and remove those that need not stay."""
-    config, kept = job.config, {"data": job.stream.state(step)}
+    config, kept = job.config, {**_content(job, step), "alarms": dict(job.outside)}
     checkpoint.save(job.run_dir, step, states.saved(state, job.setup.training), kept)
     best = evaluate.best(job.run_dir)
     checkpoint.prune(job.run_dir, config.keep_last, config.keep_every, best)
 
 
-def _restore(run_dir, state: states.State, run: settings.Setup, stream) -> states.State:
-    """The state of the last good checkpoint, or the given one."""
-    step = checkpoint.latest_good(run_dir)
-    if step is None:
-        return state
-    tree, meta = checkpoint.restore(run_dir, step, states.saved(state, run.training))
-    stream.resume(meta["data"])
-    print(f"resume   step {step} of {run_dir}", flush=True)
-    return states.with_saved(state, run.training, tree)
+def _content(job: _Job, step: int) -> dict[str, dict]:
+    """What a checkpoint knows about the data it was made with, and their cursor."""
+    preview = job.evaluation.preview
+    texts = distributed.fingerprint(preview.texts if preview else [])
+    return {"data": job.stream.state(step), "eval": {"step": step, "prompts": texts}}
+
+
+def _restore(job: _Job, state: states.State) -> states.State:
+    """The state of the last good checkpoint, or the given one; the run folder gets the config that
+    it continues with."""
+    config, run_dir, training = job.config, job.run_dir, job.setup.training
+    step, content = checkpoint.latest_good(run_dir), {}
+    if step is not None:
+        tree, meta = checkpoint.restore(run_dir, step, states.saved(state, training))
+        now = _content(job, step)
+        then = {part: meta.get(part, now[part]) for part in now}
+        job.stream.resume(then["data"], config.allow_changes)
+        prompt_files.next_step(
+            then["eval"], now["eval"], "evaluation prompts", "the file of config.eval.prompts",
+            config.allow_changes,
+        )  # fmt: skip
+        for part in now:
+            found = prompt_files.differences(then[part], now[part])
+            own = {"seed", "batch"}  # of the config, where their changes are noted
+            content |= {f"{part}.{key}": found[key] for key in found if key not in own}
+        state = states.with_saved(state, training, tree)
+        job.outside.update(meta.get("alarms", {}))
+        print(f"resume   step {step} of {run_dir}", flush=True)
+    usual = default.get_config().to_dict()
+    guard.record(run_dir, config.to_dict(), usual, step or 0, content)
+    if step is not None:  # a lower keep_last makes room before the next checkpoint needs it
+        best = evaluate.best(run_dir)
+        checkpoint.prune(run_dir, config.keep_last, config.keep_every, best)
+    return state
 
 
 def _flops(job: _Job, item: Item) -> dict[str, float]:
@@ -264,9 +339,14 @@ def _check_finite(previous, saved: int) -> None:
     step, values = previous
     for name, value in jax.device_get(values).items():
         if not math.isfinite(value):
+            kept = f"checkpoint {saved} is kept, continue from it"
+            kept = kept if saved else "no checkpoint has been saved, start again"
+            role, expert = "roles.critic." * name.startswith("critic/"), metrics.split_name(name)[1]
+            names = [f"config.{role}optim.{e}.lr" for e in metrics.EXPERTS if expert in ("", e)]
             raise FloatingPointError(
-                f"step {step}, phase update: {name} is {value}; checkpoint {saved} is kept, "
-                "continue from it with a lower learning rate or another seed"
+                f"step {step}, phase update: {name} is {value}; {kept} with "
+                f"--config.allow_changes=True and a lower {' and '.join(names)}, or another "
+                "config.seed"
             )
 
 

@@ -13,13 +13,13 @@ Dimension legend: R rank, I inputs, O outputs, L layers.
 """
 
 import math
-import pathlib
 import warnings
 
 import numpy as np
 
 from convert import disk, files
 from convert.lora import adapter, read
+from wanjax import paths
 from wanjax.models import presets
 
 
@@ -86,7 +86,7 @@ def parse_argument(text: str) -> tuple[str, str | None, float]:
     """
     path, expert = _side(text)
     head, at, tail = text.rpartition("@")
-    if not at or pathlib.Path(text).exists() or pathlib.Path(path).exists():
+    if not at or paths.resolve(text).exists() or paths.resolve(path).exists():
         return path, expert, 1.0
     try:
         strength = float(tail)

@@ -9,7 +9,6 @@ Dimension legend: R rank, I inputs, O outputs.
 import itertools
 import json
 import math
-import pathlib
 import re
 import typing
 from functools import cache
@@ -18,16 +17,17 @@ import numpy as np
 
 from convert import disk, files, names
 from convert.lora import adapter
+from wanjax import paths
 
 
 def read(path) -> adapter.Adapter:
-    """Read an adapter file, a PEFT folder, or several files, in any dialect.
+    """Read an adapter file, a PEFT folder, or several files, in any dialect, local or remote.
 
     Raises ValueError naming keys that are unknown, incomplete or of kinds not supported (DoRA).
     """
     if isinstance(path, list | tuple):
         return _join([read(p) for p in path], str(path))
-    path = pathlib.Path(path)
+    path = paths.resolve(path)
     if path.is_dir():
         if not (found := sorted(path.glob("*.safetensors"))):
             raise ValueError(f"{path}: no .safetensors file in this folder; give the adapter file")
@@ -62,7 +62,7 @@ def _join(adapters: list[adapter.Adapter], where: str) -> adapter.Adapter:
     return out
 
 
-def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
+def _side_config(path: paths.Path, metadata: dict[str, str]) -> dict:
     """PEFT settings from the header (diffusers) or the file beside (PEFT, diffusion-pipe)."""
     if raw := metadata.get("lora_adapter_metadata"):
         try:
@@ -77,7 +77,7 @@ def _side_config(path: pathlib.Path, metadata: dict[str, str]) -> dict:
     return disk.read_json(beside) if beside.is_file() else {}
 
 
-def _expert_of(path: pathlib.Path, metadata: dict[str, str]) -> str | None:
+def _expert_of(path: paths.Path, metadata: dict[str, str]) -> str | None:
     """Which expert the header, else the file name, else the folder name says."""
     found = disk.expert_in_name(path.stem) or disk.expert_in_name(path.parent.name)
     header = metadata.get("wanjax.expert")

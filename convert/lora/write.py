@@ -9,7 +9,7 @@ import numpy as np
 
 from convert import files, names, save
 from convert.lora import adapter
-from wanjax import __version__
+from wanjax import __version__, paths
 
 DIALECTS = {
     "diffusers": ("transformer.", ".lora_A.weight", ".lora_B.weight"),
@@ -54,7 +54,7 @@ def write(
         jobs[name] = (old | tensors, header | metadata)
     if jax.process_index() != 0:
         return []
-    return _write_files(pathlib.Path(out_dir), jobs, dtype)
+    return _write_files(paths.local(out_dir), jobs, dtype)
 
 
 def _write_files(folder: pathlib.Path, jobs: dict, dtype) -> list[pathlib.Path]:

@@ -36,6 +36,7 @@ from wanjax.rewards import shapes
 
 GPU = {
     "model.path": "tinywan22", "model.dtype": "float32", "model.param_dtype": "float32",
+    "model.vae_dtype": "float32", "model.text_dtype": "float32",
     "model.remat": "none", "lora.rank": 8, "lora.alpha": 16.0, "steps": 60, "save_every": 60,
     "sample_every": 0, "sampling.height": 64, "sampling.width": 64, "sampling.frames": 17,
     "sampling.steps": 4, "sampling.batch": 64, "prompts_per_step": 8, "group_size": 8,

@@ -67,7 +67,7 @@ def _collect(setup, state, x0=None):
 
 
 def _step(setup, state):
-    return dmd2.update(state, setup, _collect(setup, state))
+    return tiny.update(dmd2, state, setup, _collect(setup, state))
 
 
 def _stir(tree, seed, scale=0.1):
@@ -113,12 +113,16 @@ def _stirred():
 
 
 def _update(setup, state, batch):
-    """`update` on a copy, which it may donate."""
-    return dmd2.update(jax.tree.map(jnp.copy, state), setup, batch)
+    return tiny.update(dmd2, state, setup, batch)
 
 
 def _only(batch, name):
     return dataclasses.replace(batch, latents={name: batch.latents[name]})
+
+
+def _contexts(batch):
+    """One context per sample."""
+    return jnp.repeat(batch.ctx_PSE, 2, axis=0)
 
 
 @functools.cache
@@ -129,11 +133,11 @@ def _updated():
 def test_a_critic_equal_to_the_teacher_gives_the_student_no_gradient():
     """Without guidance, which a prompt equal to the negative one has; the student is elsewhere."""
     state, batch = _stirred()
-    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_PSE.shape)
     fresh = states.trainable(_start(JOINT), JOINT.training, "critic")
     equal = states.replace_trainable(state, JOINT.training, fresh, "critic")
     after, metrics = _update(
-        JOINT, equal, dataclasses.replace(_only(batch, "student"), ctx_BSE=null)
+        JOINT, equal, dataclasses.replace(_only(batch, "student"), ctx_PSE=null)
     )
     for expert in BOTH:
         assert metrics[f"grad_norm/{expert}"] == 0 and metrics[f"dmd2/loss/{expert}"] == 0
@@ -218,9 +222,9 @@ def test_student_gradient_is_that_of_its_last_call_alone(expert, sigma_s):
         t_B, _, g = _compared(expert, sigma_s, base, critic, x0, x, sigma, ctx, null)
         return t_B, 0.5 * (g**2).mean(), optax.tree.norm(pull(g / g.size))
 
-    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    null = jnp.broadcast_to(batch.uncond_1SE, _contexts(batch).shape)
     adapters = (state.adapters[name][expert] for name in ("default", "critic"))
-    t_B, loss, norm = oracle(*adapters, batch.ctx_BSE, null)
+    t_B, loss, norm = oracle(*adapters, _contexts(batch), null)
     low, high = (875, 980) if expert == "high" else (20, 875)
     assert low <= float(t_B.min()) < float(t_B.max()) <= high
     np.testing.assert_allclose(_updated()[1][f"dmd2/loss/{expert}"], loss, rtol=1e-4)
@@ -235,7 +239,7 @@ def test_critic_regresses_the_velocity_of_the_students_clips(expert, sigma_s):
 
     @jax.jit
     def oracle(adapter):
-        v = wan.denoise(base, adapter, x_t, t_B, batch.ctx_BSE, config=tiny.WAN)
+        v = wan.denoise(base, adapter, x_t, t_B, _contexts(batch), config=tiny.WAN)
         return jnp.square(v - target).mean()
 
     loss, grad = jax.value_and_grad(oracle)(state.adapters["critic"][expert])
@@ -259,7 +263,7 @@ def test_critic_clips_end_where_the_next_expert_begins(solver):
         x = sampler.initial_noise(key, ids, sampling.latent_shape(JOINT.model, JOINT.sampling))
         for i in range(exit_step + 1):
             name = schedule.expert_name(plan, i)
-            run = _velocity(*policy[name], batch.ctx_BSE, batch.uncond_1SE)
+            run = _velocity(*policy[name], _contexts(batch), batch.uncond_1SE)
             v, sigma = run(x, jnp.full(4, plan.timesteps[i])), plan.sigmas[i]
             if solver == "euler":
                 end = plan.sigmas[steps.stop] if i == exit_step else plan.sigmas[i + 1]
@@ -286,7 +290,7 @@ def test_cadence_and_average_follow_the_student():
     state = jax.tree.map(jnp.copy, state).replace(step=jnp.zeros((), jnp.int32))
     for step in range(4):
         before = jax.tree.map(np.asarray, state.adapters)
-        state, metrics = dmd2.update(state, JOINT, _collect(JOINT, state))
+        state, metrics = tiny.update(dmd2, state, JOINT, _collect(JOINT, state))
         student = step % 2 == 1
         assert ("dmd2/loss/high" in metrics) == student and "critic/loss/low" in metrics
         assert _equal(state.adapters["default"], before["default"]) != student
@@ -454,12 +458,12 @@ def test_pairs_lie_on_the_teachers_own_trajectory():
             jnp.arange(4),
             sampling.latent_shape(setup.model, setup.sampling),
         )
-        null, teacher = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape), _base()
+        null, teacher = jnp.broadcast_to(batch.uncond_1SE, _contexts(batch).shape), _base()
         for i in range(end):
             if i == 2 * exit_step:
                 np.testing.assert_allclose(batch.latents["warm"][expert]["x"], x, atol=1e-4)
             name, t = schedule.expert_name(fine, i), jnp.full(4, fine.timesteps[i])
-            cond, uncond = (_denoise(teacher[name], {}, x, t, c) for c in (batch.ctx_BSE, null))
+            cond, uncond = (_denoise(teacher[name], {}, x, t, c) for c in (_contexts(batch), null))
             v = uncond + setup.algorithm.guidance[name] * (cond - uncond)
             x = x + (fine.sigmas[i + 1] - fine.sigmas[i]) * v
         np.testing.assert_allclose(batch.latents["warm"][expert]["end"], x, atol=1e-3)
@@ -473,7 +477,7 @@ def test_warm_start_regresses_each_expert_to_the_end_of_its_own_steps():
     @jax.jit
     def oracle(adapter, base, pair, sigma, sigma_s):
         t_B = jnp.full(4, 1000 * sigma)
-        v = wan.denoise(base, adapter, pair["x"], t_B, batch.ctx_BSE, config=tiny.WAN)
+        v = wan.denoise(base, adapter, pair["x"], t_B, _contexts(batch), config=tiny.WAN)
         return jnp.square(pair["x"] + (sigma_s - sigma) * v - pair["end"]).mean()
 
     after, metrics = _update(WARM, state, batch)
@@ -490,7 +494,7 @@ def test_warm_start_regresses_each_expert_to_the_end_of_its_own_steps():
     assert _equal(after.params, state.params)
     assert _equal(after.adapters["critic"], state.adapters["critic"])
     assert _equal(after.adapters["ema"], after.adapters["default"])
-    _, later = dmd2.update(after.replace(step=state.step), WARM, batch)
+    _, later = tiny.update(dmd2, after.replace(step=state.step), WARM, batch)
     assert all(later[f"warm/loss/{e}"] < metrics[f"warm/loss/{e}"] for e in BOTH)
 
 
@@ -504,7 +508,7 @@ def test_texts_may_have_other_rows_than_the_negative_prompt():
             texts = dict(ctx=ctx, uncond=uncond) | rows
             tools = Tools(vae, texts["uncond"])
             batch = dmd2.collect(state, WARM, Item(["a", "b"], texts["ctx"]), tools)
-            found.append((batch.latents, batch.ctx_BSE, batch.uncond_1SE))
+            found.append((batch.latents, batch.ctx_PSE, batch.uncond_1SE))
         assert _equal(*found)
 
 
@@ -621,7 +625,7 @@ def test_an_exported_student_is_sampled_as_it_was_trained(whole, model, tmp_path
     config = _config(model, tmp_path)
     config.sampling.batch = 1
     setup = setups.make(config, loaded, {"teacher": loaded, "critic": loaded})
-    encode = text.make_encoder(loaded, params, ["", "red circle"])
+    encode = text.Encoder(loaded, ["", "red circle"], params["text_encoder"])
     policy = {"high": (lora.merge(params["high"], tree), {}), "low": (params["low"], {})}
     null = jnp.asarray(encode([""]))
     frames = sampling.generate(
@@ -682,7 +686,7 @@ def _critic_steps(state, steps):
     history = []
     for _ in range(steps):
         batch = _only(_collect(GAN, state, _clips()), "critic")
-        state, metrics = dmd2.update(state, GAN, batch)
+        state, metrics = tiny.update(dmd2, state, GAN, batch)
         history.append(metrics)
         state = state.replace(step=jnp.zeros((), jnp.int32))
     return state, history
@@ -736,7 +740,7 @@ def test_the_divergence_weights_a_clip_by_its_ratio():
     """Of one clip: reverse KL has weight 1, KL r, and the loss the square of it."""
     state, batch = _students_turn()
     batch = dataclasses.replace(
-        batch, latents=jax.tree.map(lambda x: x[:1], batch.latents), ctx_BSE=batch.ctx_BSE[:1]
+        batch, latents=jax.tree.map(lambda x: x[:1], batch.latents), ctx_PSE=batch.ctx_PSE[:1]
     )
     found = {k: _update(_gan(divergence=k), state, batch)[1] for k in ("rkl", "kl")}
     r, plain = (float(found["rkl"][f"dmd2/{name}/low"]) for name in ("ratio", "loss"))
@@ -815,9 +819,9 @@ def test_gan_gradient_and_ratio_weights_are_those_of_the_heads_logits(expert, si
         g = g * (ratio_B / (1 + ratio_B)).reshape(4, 1, 1, 1, 1)
         return t_B, logit_BL, ratio_B, g, *pull(g / g.size), *pull(0.1 * push)
 
-    null = jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape)
+    null = jnp.broadcast_to(batch.uncond_1SE, _contexts(batch).shape)
     adapters = (state.adapters[name][expert] for name in ("default", "critic"))
-    t_B, logit_BL, ratio_B, g, scores, gan = oracle(*adapters, batch.ctx_BSE, null)
+    t_B, logit_BL, ratio_B, g, scores, gan = oracle(*adapters, _contexts(batch), null)
     gradient, metrics, running = _taken(expert, "student")
     _assert_gradient(gradient, jax.tree.map(jnp.add, scores, gan))
     assert 0.1 < optax.tree.norm(gan) / optax.tree.norm(scores) < 10
@@ -848,8 +852,8 @@ def test_critic_gradient_has_the_gan_loss_and_the_penalty_on_real_clips(expert, 
 
     @jax.jit
     def oracle(critic):
-        v = _denoise(base, critic, x_t, t_B, batch.ctx_BSE)
-        fake, real, shaken = (_head_logits(base, critic, x, t_B, batch.ctx_BSE) for x in clips)
+        v = _denoise(base, critic, x_t, t_B, _contexts(batch))
+        fake, real, shaken = (_head_logits(base, critic, x, t_B, _contexts(batch)) for x in clips)
         gan = jnp.log1p(jnp.exp(fake)).mean() + jnp.log1p(jnp.exp(-real)).mean()
         loss, penalty = jnp.square(v - target).mean(), jnp.square(real - shaken).mean()
         return loss + 2.0 * (gan + 3.0 * penalty), (loss, gan, penalty)

@@ -56,14 +56,14 @@ def _ratios(metrics):
 def test_first_update_has_ratio_one_without_recompute(kind):
     setup = tiny.make_setup(sde__kind=kind)
     state, batch = _collect(setup)
-    _, metrics = grpo.update(state, setup, batch)
+    _, metrics = tiny.update(grpo, state, setup, batch)
     assert all(abs(r - 1) <= 1e-6 for r in _ratios(metrics).values()), _ratios(metrics)
 
 
 def test_first_update_has_ratio_exactly_one_with_recompute():
     setup = tiny.make_setup(algorithm__recompute_old_logp=True)
     state, batch = _collect(setup)
-    _, metrics = grpo.update(state, setup, batch)
+    _, metrics = tiny.update(grpo, state, setup, batch)
     assert set(_ratios(metrics).values()) == {1.0}
 
 
@@ -73,7 +73,7 @@ def test_recomputed_scores_of_later_updates_are_those_of_the_sampling_policy():
     data = grpo._replay_data(setup, batch)
     again = grpo._rescore(state, setup, batch, data, grpo._slots(setup, batch.steps_W))
     np.testing.assert_allclose(again, batch.trajectory.logp, atol=1e-6)
-    _, metrics = grpo.update(state, setup, batch)
+    _, metrics = tiny.update(grpo, state, setup, batch)
     assert float(metrics["grpo/ratio_std/high"]) > 1e-7  # the second update is off-policy
 
 
@@ -81,11 +81,11 @@ def test_the_first_optimizer_steps_metrics_are_told_beside_the_merged_ones():
     """So that the alarms of the first step also serve several updates a rollout."""
     setup = tiny.make_setup(algorithm__updates=2)
     state, batch = _collect(setup)
-    after, metrics = grpo.update(state, setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
     for expert in ("high", "low"):
         begun = float(metrics[f"{optim.START}grpo/ratio_max/{expert}"])
         assert abs(begun - 1) <= 1e-6 < abs(float(metrics[f"grpo/ratio_max/{expert}"]) - 1)
-    _, metrics = grpo.update(after, setup, _collect(setup, after)[1])
+    _, metrics = tiny.update(grpo, after, setup, _collect(setup, after)[1])
     assert not any(optim.START in name for name in metrics)
 
 
@@ -95,8 +95,8 @@ def test_each_expert_has_its_own_learning_rate_and_clip_range():
     setup = tiny.replace_training(setup, optim=rates)
     state, batch = _collect(setup)
     before = states.trainable(_stir(state, setup, 0.02), setup.training)
-    after, metrics = grpo.update(
-        states.replace_trainable(state, setup.training, before), setup, batch
+    after, metrics = tiny.update(
+        grpo, states.replace_trainable(state, setup.training, before), setup, batch
     )
     assert metrics["grpo/clip_frac/high"] == 0 < metrics["grpo/clip_frac/low"]
     moved = states.trainable(after, setup.training)
@@ -140,12 +140,12 @@ def test_kl_is_exactly_zero_at_the_start_and_positive_later_for_both_experts(ran
         lora__rank=rank, algorithm__kl_beta={"high": 0.1, "low": 0.1}, optim__lr=1e-3
     )
     state, batch = _collect(setup)
-    state, metrics = grpo.update(state, setup, batch)
+    state, metrics = tiny.update(grpo, state, setup, batch)
     assert float(metrics["grpo/kl/high"]) == 0.0 == float(metrics["grpo/kl/low"])
     for expert in ("high", "low"):  # |v| / |v of the reference|
         assert float(metrics[f"grpo/v_norm_ratio/{expert}"]) == 1.0
     state, batch = _collect(setup, state)
-    _, metrics = grpo.update(state, setup, batch)
+    _, metrics = tiny.update(grpo, state, setup, batch)
     assert float(metrics["grpo/kl/high"]) > 0 and float(metrics["grpo/kl/low"]) > 0
     for expert in ("high", "low"):
         ratio = float(metrics[f"grpo/v_norm_ratio/{expert}"])
@@ -160,8 +160,8 @@ def test_the_velocity_norm_ratio_is_that_to_the_reference():
     state, batch = _collect(setup)
     double = lambda path, x: 2 * x if path.startswith("proj_out/") else x
     student = {e: trees.map_paths(double, t) for e, t in state.params["student"].items()}
-    _, metrics = grpo.update(
-        state.replace(params={**state.params, "student": student}), setup, batch
+    _, metrics = tiny.update(
+        grpo, state.replace(params={**state.params, "student": student}), setup, batch
     )
     for expert in ("high", "low"):
         np.testing.assert_allclose(metrics[f"grpo/v_norm_ratio/{expert}"], 2, rtol=1e-5)
@@ -175,8 +175,8 @@ def test_kl_gradient_pulls_back_to_the_reference(kind):
     state, batch = _collect(setup)
     state = _stir(state, setup)
     _, batch = _collect(setup, state)
-    after, metrics = grpo.update(state, setup, batch)
-    _, again = grpo.update(after.replace(step=state.step), setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
+    _, again = tiny.update(grpo, after.replace(step=state.step), setup, batch)
     for expert in ("high", "low"):
         assert float(again[f"grpo/kl/{expert}"]) < float(metrics[f"grpo/kl/{expert}"])
 
@@ -186,7 +186,7 @@ def test_only_the_trained_experts_change_and_the_base_never_does(experts):
     setup = tiny.make_setup(setup__experts=experts)
     state, batch = _collect(setup)
     before = jax.tree.map(np.asarray, state.params)
-    after, metrics = grpo.update(state, setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
     assert set(after.adapters["default"]) == set(experts) == set(after.opt)
     for expert in experts:
         assert float(metrics[f"grad_norm/{expert}"]) > 0
@@ -201,7 +201,7 @@ def test_only_the_trained_experts_change_and_the_base_never_does(experts):
 def test_a_window_inside_one_expert_leaves_the_other_untouched():
     setup = tiny.make_setup(strategy__name="high_window", strategy__window=1)
     state, batch = _collect(setup)
-    after, metrics = grpo.update(state, setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
     assert not [name for name in metrics if name.endswith("/low")]
     for old, new in zip(
         jax.tree.leaves((state.adapters["default"]["low"], state.opt["low"])),
@@ -213,7 +213,7 @@ def test_a_window_inside_one_expert_leaves_the_other_untouched():
 
 def _one_step_gradients(setup, state, batch):
     """{expert: gradient} of an update, to scale: the first moments of a fresh AdamW."""
-    after, _ = grpo.update(jax.tree.map(jnp.copy, state), setup, batch)
+    after, _ = tiny.update(grpo, state, setup, batch)
     moments = optax.tree_utils.tree_get_all_with_path(after.opt, "mu")
     return {e: [x for path, x in moments if e in str(path)] for e in setup.experts}
 
@@ -244,9 +244,9 @@ def test_gradients_do_not_depend_on_how_micro_batches_are_cut(changes):
 def test_a_mixed_update_equals_two_pure_ones():
     setup = tiny.make_setup()
     state, batch = _collect(setup)
-    pure, _ = grpo.update(state, setup, batch)
+    pure, _ = tiny.update(grpo, state, setup, batch)
     state, batch = _collect(setup)
-    mixed, _ = grpo.update(state, tiny.replace_algorithm(setup, mix_experts=True), batch)
+    mixed, _ = tiny.update(grpo, state, tiny.replace_algorithm(setup, mix_experts=True), batch)
     for a, b in zip(jax.tree.leaves(pure.opt), jax.tree.leaves(mixed.opt), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -257,7 +257,7 @@ def test_a_mixed_update_equals_two_pure_ones():
 def test_a_mesh_changes_neither_rollout_nor_update(shape):
     setup = tiny.make_setup()
     state, batch = _collect(setup)
-    after, metrics = grpo.update(state, setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
     mesh = sharding.make_mesh(shape)
     with sharding.use_mesh(mesh):
         twin = tiny.make_setup()
@@ -267,7 +267,7 @@ def test_a_mesh_changes_neither_rollout_nor_update(shape):
         np.testing.assert_allclose(other.adv_B, batch.adv_B, atol=1e-3)
         # the same advantages, so that the update alone is compared
         other = grpo.Batch(**{**vars(other), "adv_B": jnp.asarray(np.asarray(batch.adv_B))})
-        sharded, sharded_metrics = grpo.update(state, twin, other)
+        sharded, sharded_metrics = tiny.update(grpo, state, twin, other)
     at = states.shardings(sharded, mesh)
     for name in ("adapters", "opt"):  # and stays split as it was
         for leaf, where in zip(
@@ -297,7 +297,7 @@ def test_rollouts_do_not_depend_on_the_batch_size():
 def test_guard_has_ratio_one_at_the_start():
     setup = tiny.make_setup(algorithm__guard=True)
     state, batch = _collect(setup)
-    _, metrics = grpo.update(state, setup, batch)
+    _, metrics = tiny.update(grpo, state, setup, batch)
     assert all(abs(r - 1) <= 1e-6 for r in _ratios(metrics).values())
 
 
@@ -305,7 +305,7 @@ def test_full_weights_train_without_adapters():
     setup = tiny.make_setup(lora__rank=0, optim__lr=1e-3)
     state, batch = _collect(setup)
     before = jax.tree.map(np.asarray, state.params["student"])
-    after, metrics = grpo.update(state, setup, batch)
+    after, metrics = tiny.update(grpo, state, setup, batch)
     assert not after.adapters and float(metrics["grad_norm/low"]) > 0
     kernel = "blocks/attn1/to_q/kernel"
     for expert in ("high", "low"):
@@ -323,7 +323,7 @@ def test_an_update_makes_good_transitions_likelier_and_bad_ones_less():
     score = lambda state: np.asarray(grpo._rescore(state, setup, batch, data, groups))
     before, step = score(state), state.step
     for _ in range(5):
-        state, _ = grpo.update(state.replace(step=step), setup, batch)
+        state, _ = tiny.update(grpo, state.replace(step=step), setup, batch)
     change_WB = score(state) - before
     for expert, slots in groups.items():
         gain = change_WB[slots][:, good].mean() - change_WB[slots][:, ~good].mean()
@@ -351,9 +351,9 @@ def test_a_reward_that_is_not_finite_stops_with_step_phase_and_prompt():
 def test_a_batch_of_another_policy_is_refused():
     setup = tiny.make_setup()
     state, batch = _collect(setup)
-    state, _ = grpo.update(state, setup, batch)
+    state, _ = tiny.update(grpo, state, setup, batch)
     with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
-        grpo.update(state, setup, batch)
+        tiny.update(grpo, state, setup, batch)
 
 
 @pytest.mark.parametrize("changes, text", [
@@ -384,12 +384,12 @@ def test_best_of_trains_on_the_extremes_of_each_group_only():
     adv = jnp.asarray([0.0, 3.0, -3.0, 1.0, -4.0, 0.0, 1.0, 2.0])
     batch = grpo.Batch(**{**vars(batch), "adv_B": adv})
     assert grpo._kept(setup.algorithm, adv).tolist() == [1, 2, 4, 7]
-    _, got = grpo.update(state, setup, batch)
+    _, got = tiny.update(grpo, state, setup, batch)
     # as if the others had no advantage, with the mean over four samples instead of eight
     state, _ = _collect(setup)
     mute = jnp.asarray([0.0, 3.0, -3.0, 0.0, -4.0, 0.0, 0.0, 2.0])
     plain = tiny.make_setup(algorithm__micro_samples=2)
-    _, want = grpo.update(state, plain, grpo.Batch(**{**vars(batch), "adv_B": mute}))
+    _, want = tiny.update(grpo, state, plain, grpo.Batch(**{**vars(batch), "adv_B": mute}))
     for name in ("grad_norm/high", "grad_norm/low"):
         np.testing.assert_allclose(float(got[name]), 2 * float(want[name]), rtol=1e-4)
 

@@ -71,7 +71,7 @@ def test_experts_in_host_memory_take_the_same_steps():
     start, found = _start(setup), []
     for params in (start.params, sharding.to_host(start.params)):
         state = start.replace(params=params, opt=jax.tree.map(jnp.copy, start.opt))
-        found.append(nft.update(state, setup, _collect(setup, state)))
+        found.append(tiny.update(nft, state, setup, _collect(setup, state)))
     assert _equal(found[0], found[1])
 
 
@@ -81,7 +81,7 @@ def test_a_restored_state_takes_the_same_step_bit_for_bit(tmp_path, loss, rank):
     is 0 at the start and not after it."""
     own = dict(nft__loss=loss, nft__kl_beta={"high": 0.1, "low": 0.1})
     setup = _setup(lora__rank=rank, **own, nft__micro_samples=2 if loss == "dpo" else 4)
-    state, metrics = nft.update(_start(setup), setup, _collect(setup, _start(setup)))
+    state, metrics = tiny.update(nft, _start(setup), setup, _collect(setup, _start(setup)))
     for name in ("old", "ema"):
         state = states.average(state, name, _stir(states.averaged(state, name), 0.1))
     checkpoint.save(tmp_path, 1, states.saved(state, setup.training), {})
@@ -90,7 +90,7 @@ def test_a_restored_state_takes_the_same_step_bit_for_bit(tmp_path, loss, rank):
     back = states.with_saved(fresh, setup.training, tree)
     assert _equal(states.saved(back, setup.training), states.saved(state, setup.training))
     assert _equal(states.averaged(back, "old"), states.averaged(state, "old"))
-    ends = [nft.update(s, setup, _collect(setup, s)) for s in (state, back)]
+    ends = [tiny.update(nft, s, setup, _collect(setup, s)) for s in (state, back)]
     assert _equal(
         states.saved(ends[0][0], setup.training), states.saved(ends[1][0], setup.training)
     )
@@ -118,7 +118,9 @@ def test_a_step_depends_neither_on_micro_batches_nor_on_the_mesh(loss):
         setup = _setup(**own | changes)
         with sharding.use_mesh(mesh):
             copy = jax.tree.map(jnp.copy, state)
-            after, metrics = nft.update(states.place(copy, mesh) if mesh else copy, setup, batch)
+            after, metrics = tiny.update(
+                nft, states.place(copy, mesh) if mesh else copy, setup, batch
+            )
         moments = [np.asarray(x) for x in jax.tree.leaves(after.opt) if x.ndim > 1]
         return moments, {k: v for k, v in metrics.items() if not any(n in k for n in other)}
 
@@ -216,7 +218,7 @@ def test_old_and_ema_follow_their_decays(monkeypatch, kind):
     state = _start(setup)
     state = states.average(state, "old", _stir(states.averaged(state, "old")))
     before, ema = states.averaged(state, "old"), states.averaged(state, "ema")
-    after, metrics = nft.update(state, setup, _collect(setup, state))
+    after, metrics = tiny.update(nft, state, setup, _collect(setup, state))
     decay = float(losses.old_decay(2, kind))
     assert metrics["nft/old_decay"] == decay
     want = trees.lerp(states.trainable(after, setup.training), before, decay)
@@ -242,8 +244,8 @@ def _written_out(setup, state, batch, expert):
         run = lambda text: wan.denoise(
             state.params["student"][expert], adapter, x_t, t, text, config=setup.model.wan
         )
-        u = run(jnp.broadcast_to(batch.uncond_1SE, batch.ctx_BSE.shape))
-        return u + scale * (run(batch.ctx_BSE) - u)
+        u = run(jnp.broadcast_to(batch.uncond_1SE, _contexts(setup, batch).shape))
+        return u + scale * (run(_contexts(setup, batch)) - u)
 
     old, ema = (velocity(states.averaged(state, name)[expert]) for name in ("old", "ema"))
     base = velocity({})
@@ -282,7 +284,7 @@ def test_an_update_is_the_loss_of_trained_old_ema_and_base_velocities(loss, scal
     for name, scale in (("old", 0.2), ("ema", 0.3)):
         state = states.average(state, name, _stir(states.averaged(state, name), scale))
     want = {expert: _written_out(setup, state, batch, expert) for expert in ("high", "low")}
-    _, metrics = nft.update(state, setup, batch)
+    _, metrics = tiny.update(nft, state, setup, batch)
     for expert, (value, norm) in want.items():
         np.testing.assert_allclose(metrics[f"{loss}/loss/{expert}"], value, rtol=2e-4)
         np.testing.assert_allclose(metrics[f"grad_norm/{expert}"], norm, rtol=1e-3)
@@ -293,10 +295,10 @@ def test_constant_rewards_move_nothing_without_kl_and_real_ones_do():
     state = _start(setup)
     batch = _collect(setup, state)
     flat = nft.Batch(**{**vars(batch), "adv_B": jnp.zeros_like(batch.adv_B)})
-    _, metrics = nft.update(state, setup, flat)
+    _, metrics = tiny.update(nft, state, setup, flat)
     assert float(metrics["grad_norm/high"]) <= 1e-6 and float(metrics["grad_norm/low"]) <= 1e-6
     state = _start(setup)
-    _, metrics = nft.update(state, setup, batch)
+    _, metrics = tiny.update(nft, state, setup, batch)
     assert float(metrics["grad_norm/high"]) > 1e-3 and float(metrics["grad_norm/low"]) > 1e-3
 
 
@@ -306,7 +308,7 @@ def test_only_the_trained_expert_gets_state_and_gradient(experts):
     state = _start(setup)
     assert set(state.opt) == set(experts) == set(state.adapters["old"])
     before = jax.tree.map(np.asarray, state.params)
-    after, metrics = nft.update(state, setup, _collect(setup, state))
+    after, metrics = tiny.update(nft, state, setup, _collect(setup, state))
     assert {name.rsplit("/", 1)[1] for name in metrics if name.startswith("grad_norm")} == set(
         experts
     )
@@ -322,6 +324,11 @@ def test_timesteps_lie_inside_the_expert_that_is_trained():
     assert float(data["low"]["t_UT"].min()) > 0
 
 
+def _contexts(setup, batch):
+    """One context per sample."""
+    return jnp.repeat(batch.ctx_PSE, setup.algorithm.group_size, axis=0)
+
+
 def _errors(setup, state, batch, expert):
     """Flow-matching error [B] of the trained policy at the levels that an update trains on."""
     data = nft._noised(batch, setup=setup)
@@ -330,7 +337,7 @@ def _errors(setup, state, batch, expert):
     noise = sampler.initial_noise(data[expert]["key"], ids, batch.x0_B.shape[1:])
     policy = states.rollout_params(state)[expert]
     run = sampling.velocity(
-        policy, batch.ctx_BSE, batch.uncond_1SE, config=setup.model.wan,
+        policy, _contexts(setup, batch), batch.uncond_1SE, config=setup.model.wan,
         scale=getattr(setup.sampling.guidance, expert), mode=setup.sampling.guidance_mode,
     )  # fmt: skip
     v = run(flow.add_noise(batch.x0_B, noise, sigma), t)
@@ -347,7 +354,7 @@ def test_an_update_fits_good_samples_and_unfits_bad_ones():
     before = {e: _errors(setup, state, batch, e) for e in ("high", "low")}
     step = state.step
     for _ in range(5):
-        state, _ = nft.update(state.replace(step=step), setup, batch)
+        state, _ = tiny.update(nft, state.replace(step=step), setup, batch)
     for expert, old in before.items():
         change = _errors(setup, state, batch, expert) - old
         assert change[good].mean() < 0 < change[~good].mean(), (expert, change)
@@ -366,7 +373,7 @@ def _repeat_update(rank, **changes):
     adv = jnp.asarray([0.0, 3.0, -3.0, 0.0, -3.0, 0.0, 0.0, 3.0])
     batch = nft.Batch(**{**vars(_collect(setup, state)), "adv_B": adv})
     for _ in range(5):
-        state, metrics = nft.update(state.replace(step=first.step), setup, batch)
+        state, metrics = tiny.update(nft, state.replace(step=first.step), setup, batch)
     return setup, first, state, batch, metrics
 
 
@@ -395,7 +402,7 @@ def test_a_dpo_pair_without_spread_has_no_gradient():
     state = _start(setup)
     batch = _collect(setup, state)
     flat = nft.Batch(**{**vars(batch), "adv_B": jnp.zeros_like(batch.adv_B)})
-    _, metrics = nft.update(state, setup, flat)
+    _, metrics = tiny.update(nft, state, setup, flat)
     assert float(metrics["grad_norm/high"]) == float(metrics["grad_norm/low"]) == 0.0
     np.testing.assert_allclose(float(metrics["dpo/loss/high"]), np.log(2), rtol=1e-6)
 
@@ -405,7 +412,7 @@ def test_a_batch_of_another_policy_is_refused():
     state = _start(setup)
     batch = _collect(setup, state)
     with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
-        nft.update(state.replace(step=state.step + 1), setup, batch)
+        tiny.update(nft, state.replace(step=state.step + 1), setup, batch)
 
 
 @pytest.mark.parametrize("changes, text", [

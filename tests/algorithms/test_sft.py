@@ -51,7 +51,7 @@ LOW = _setup(setup__experts=("low",), sft__timesteps=2, sft__caption_dropout=0.0
 def _metrics(setup, item, steps=1):
     state = _start(setup)
     for _ in range(steps):
-        state, metrics = sft.update(state, setup, sft.collect(state, setup, item, TOOLS))
+        state, metrics = tiny.update(sft, state, setup, sft.collect(state, setup, item, TOOLS))
     return state, {name: float(value) for name, value in metrics.items()}
 
 
@@ -62,7 +62,7 @@ def test_training_lowers_the_validation_loss_of_each_expert(item, setup):
     state = _start(setup)
     before = sft.validate(state, setup, item, TOOLS)
     for _ in range(6):
-        state, metrics = sft.update(state, setup, sft.collect(state, setup, item, TOOLS))
+        state, metrics = tiny.update(sft, state, setup, sft.collect(state, setup, item, TOOLS))
     after = sft.validate(state, setup, item, TOOLS)
     for expert in setup.experts:
         name = f"eval/loss/{expert}"
@@ -76,7 +76,7 @@ def test_experts_in_host_memory_take_the_same_step(item):
     for params in (start.params, sharding.to_host(start.params)):
         state = start.replace(params=params, opt=jax.tree.map(jnp.copy, start.opt))
         errors = sft.validate(state, BOTH, item, TOOLS)
-        found.append((sft.update(state, BOTH, sft.collect(state, BOTH, item, TOOLS)), errors))
+        found.append((tiny.update(sft, state, BOTH, sft.collect(state, BOTH, item, TOOLS)), errors))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -84,7 +84,7 @@ def test_experts_in_host_memory_take_the_same_step(item):
 def test_only_the_trained_expert_moves_and_is_measured(item):
     state = _start(LOW)
     assert set(state.opt) == {"low"}
-    after, metrics = sft.update(state, LOW, sft.collect(state, LOW, item, TOOLS))
+    after, metrics = tiny.update(sft, state, LOW, sft.collect(state, LOW, item, TOOLS))
     assert {n.rsplit("/", 1)[1] for n in metrics} == {"low"}
     pairs = zip(*(jax.tree.leaves(s.adapters["default"]["low"]) for s in (state, after)),
                 strict=True)  # fmt: skip
@@ -152,7 +152,7 @@ def test_the_loss_is_flow_matching_at_the_drawn_levels(item):
     denoise = jax.jit(functools.partial(wan.denoise, config=setup.model.wan))
     v = denoise(params, adapter, x_t, t, batch.ctx_BSE)
     error = ((np.asarray(v, np.float64) - (noise - item.x0_PTHWC)) ** 2).mean((1, 2, 3, 4))
-    _, metrics = sft.update(state, setup, batch)
+    _, metrics = tiny.update(sft, state, setup, batch)
     want = (flow.bell_weight(np.asarray(t), 3.0) * error).mean()
     np.testing.assert_allclose(float(metrics["sft/loss/high"]), want, rtol=1e-4)
     np.testing.assert_allclose(float(metrics["sft/error/high"]), error.mean(), rtol=1e-4)
@@ -226,7 +226,7 @@ def test_a_step_takes_the_first_frame_as_an_input(item):
     def moments(setup, x0, cond):
         state = _start(setup)
         given = Item(item.texts, item.ctx_PSE, x0, cond)
-        state, _ = sft.update(state, setup, sft.collect(state, setup, given, TOOLS))
+        state, _ = tiny.update(sft, state, setup, sft.collect(state, setup, given, TOOLS))
         return [np.asarray(x) for x in jax.tree.leaves(state.opt) if x.ndim > 1]
 
     same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
@@ -248,7 +248,7 @@ def test_texts_alone_and_batches_of_another_policy_are_refused(item):
         sft.collect(state, setup, Item(item.texts, item.ctx_PSE), TOOLS)
     batch = sft.collect(state, setup, item, TOOLS)
     with pytest.raises(ValueError, match="batch of policy 0 given to policy 1"):
-        sft.update(state.replace(step=state.step + 1), setup, batch)
+        tiny.update(sft, state.replace(step=state.step + 1), setup, batch)
 
 
 @pytest.mark.parametrize("changes, text", [

@@ -50,20 +50,23 @@ def init(key, setup, params):
 
 
 def collect(state, setup, item, tools):
-    policy = states.rollout_params(state)
+    policy, static = states.rollout_params(state), rollout_static(setup)
+    slot_I = jnp.full(setup.sampling.schedule.steps, -1, jnp.int32)
 
-    def sample(ctx_BSE, key, ids):
-        x0 = sampling.latents(
-            policy, ctx_BSE, tools.uncond_1SE, key, ids, model=setup.model, plan=setup.sampling
-        )
+    def sample(ctx_PSE, prompt_B, key, ids):
+        inputs = ctx_PSE, tools.uncond_1SE, prompt_B, key, ids, slot_I
+        x0, _ = sampling.rollout(policy, *inputs, **static)
         return x0, x0
 
     latents, fields = groups.collect(state, setup, item, tools, sample)
     K = setup.algorithm.group_size
     best = np.asarray(fields["adv_B"]).reshape(-1, K).argmax(1)
-    best += np.arange(len(best)) * K
-    x0 = jnp.concatenate(latents)[best]
-    return Batch(x0, fields["ctx_BSE"][best], fields["version"], fields["metrics"])
+    x0 = jnp.concatenate(latents)[best + np.arange(len(best)) * K]
+    return Batch(x0, fields["ctx_PSE"], fields["version"], fields["metrics"])
+
+
+def rollout_static(setup):
+    return {"model": setup.model, "plan": setup.sampling}
 
 
 def update(state, setup, batch):
@@ -77,15 +80,12 @@ def programs(state, setup, tools):
     policy, prompts = states.rollout_params(state), setup.algorithm.prompts_per_step
 
     def data(made):
-        x0 = groups.grown(made["rollout"], 0, prompts)
+        x0 = groups.grown(made["rollout"][0], 0, prompts)
         ctx = steps.shape(prompts, *tools.uncond_1SE.shape[1:])
         shapes = jax.eval_shape(lambda x0, ctx: _data(Batch(x0, ctx, 0, {}), setup=setup), x0, ctx)
         return steps.whole(shapes)
 
-    keywords = {"model": setup.model, "plan": setup.sampling}
-    found = groups.rollout_programs(
-        setup, tools, sampling.latents, lambda *given: (policy, *given), keywords, lambda out: out
-    )
+    found = groups.rollout_programs(setup, tools, policy, rollout_static(setup))
     return found | steps.programs(
         state, setup, _slots(setup), prompts, data, _pair_loss,
         flops=lambda expert: groups.pair_flops(setup, expert, extra=0),

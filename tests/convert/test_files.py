@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from convert import disk, files, layouts, load
+from tests import emulator
 
 
 def test_a_truncated_file_is_named(broken):
@@ -93,3 +94,39 @@ def test_pickled_code_in_a_pth_never_runs(tmp_path):
         with pytest.raises(ValueError, match=name):
             disk.read(tmp_path / name)
     assert not marker.exists()
+
+
+def test_any_range_of_a_remote_tensor_equals_the_local_one(bucket, tmp_path, rng):
+    arrays = {
+        "table": rng.standard_normal((6, 5, 4), np.float32),
+        "half": rng.standard_normal((7, 3)).astype(files.DTYPES["BF16"]),
+        "scalar": np.asarray(3.5, np.float64),
+        "empty": np.zeros((0, 3), np.int8),
+    }
+    tensors = {name: files.of_array(array) for name, array in arrays.items()}
+    files.write_safetensors(tmp_path / "x.safetensors", tensors, {"made": "here"})
+    path = emulator.upload(tmp_path / "x.safetensors", bucket / "x.safetensors")
+    got, metadata = files.open_any(str(path))
+    assert metadata["made"] == "here" and got["table"].where == f"{bucket}/x.safetensors"
+    for name, array in arrays.items():
+        whole = got[name].all()
+        assert whole.dtype == array.dtype and whole.shape == array.shape
+        np.testing.assert_array_equal(whole, array)
+    for at in (slice(2, 5), slice(0, 5), slice(0, 4)), (slice(1, 6), slice(1, 3), slice(2, 4)):
+        np.testing.assert_array_equal(got["table"].read(at), arrays["table"][at])
+    out = np.empty((6, 2, 4), np.float32)
+    files.fill([(got["table"], (slice(0, 6), slice(3, 5), slice(0, 4)), out)])
+    np.testing.assert_array_equal(out, arrays["table"][:, 3:])
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"{path}: damaged safetensors file: .* truncated"):
+        files.open_any(path)
+    with pytest.raises(ValueError, match=f"{path}: .*(cut short|cannot be read)") as caught:
+        got["half"].all()
+    assert "\n" not in str(caught.value)
+
+
+def test_torch_files_are_read_from_local_disks_only(bucket, tmp_path):
+    torch.save({"w": torch.zeros(2)}, tmp_path / "a.pth")
+    path = emulator.upload(tmp_path / "a.pth", bucket / "a.pth")
+    with pytest.raises(ValueError, match=f"^{path}: only safetensors are read from an object"):
+        disk.read(str(path))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import diffusers
 import jax
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from convert import disk, files, layouts, load, names, save, verify
+from tests import emulator
 from tests.convert import published, tiny
 from wanjax import trees
 from wanjax.models import clip, wan
@@ -115,6 +117,19 @@ def test_the_sentencepiece_model_travels_as_a_tensor_and_as_a_file(saved, tmp_pa
     alone = disk.read([tmp_path / "c/text_encoders/umt5_xxl.safetensors"])
     layouts.write(alone, tmp_path / "o", "original")
     assert (tmp_path / "o/google/umt5-xxl/spiece.model").read_bytes() == b"\x01pieces\x00"
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "comfyui"])
+def test_a_model_in_an_object_store_is_converted_as_the_local_one(saved, bucket, tmp_path, layout):
+    folder = shutil.copytree(saved[0], tmp_path / "made")
+    for name in ("spiece.model", "tokenizer.json"):
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        (folder / "tokenizer" / name).write_text(name)
+    path = emulator.upload(folder, bucket / "made")
+    layouts.write(disk.read(path), tmp_path / "remote", layout)
+    layouts.write(disk.read(folder), tmp_path / "local", layout)
+    files_of = lambda at: {p.relative_to(at): p.read_bytes() for p in at.rglob("*.*")}
+    assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
 
 
 def test_diffusers_loads_what_came_from_original_files(saved, tmp_path):

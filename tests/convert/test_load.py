@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from convert import files, load, save
+from convert import disk, files, layouts, load, save
+from tests import emulator
 from tests.convert import published, tiny
 from wanjax import trees
 from wanjax.models import quant, wan
@@ -25,6 +26,44 @@ def test_saved_folder_loads_back_bit_for_bit(saved):
     got, config = load.load(folder)
     assert config == tiny.CONFIG
     assert tiny.equal(got, params)
+
+
+@pytest.mark.parametrize("shards", [None, 40_000])
+def test_a_folder_in_an_object_store_loads_bit_for_bit(
+    saved, bucket, tmp_path, monkeypatch, shards
+):
+    folder, params = saved
+    if shards:
+        monkeypatch.setattr(files, "SHARD", shards)
+        folder = tmp_path / "sharded"
+        save.save_diffusers(params, tiny.CONFIG, folder)
+        assert len(list((folder / "transformer").glob("*.safetensors"))) > 2
+    path = str(emulator.upload(folder, bucket / "models/tiny"))
+    got, config = load.load(path, mesh=sharding.make_mesh({"fsdp": 4, "tensor": 2}))
+    assert config == tiny.CONFIG
+    assert tiny.equal(jax.device_get(got), jax.device_get(params))
+
+
+def test_the_orbax_form_loads_from_gs_and_is_refused_on_s3(saved, bucket, tmp_path):
+    folder, params = saved
+    layouts.write(disk.read(folder), tmp_path / "orbax", "orbax")
+    path = emulator.upload(tmp_path / "orbax", bucket / "tiny")
+    if str(path).startswith("s3://"):
+        with pytest.raises(ValueError, match=f"^{path}: Orbax reads its arrays from local disks "):
+            load.load(path)
+        return
+    got, _ = load.load(path, mesh=sharding.make_mesh({"fsdp": 4, "tensor": 2}))
+    assert tiny.equal(jax.device_get(got), jax.device_get(params))
+
+
+def test_what_is_missing_in_an_object_store_is_one_line(saved, bucket):
+    with pytest.raises(ValueError, match=f"^{bucket}/tiny: no such file or folder; ") as none:
+        load.load(f"{bucket}/tiny")
+    path = emulator.upload(saved[0], bucket / "tiny")
+    (path / "transformer/config.json").unlink()
+    with pytest.raises(ValueError, match=f"{path}/transformer/config.json: cannot be") as gone:
+        load.load(path)
+    assert "\n" not in f"{none.value}{gone.value}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

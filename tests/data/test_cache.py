@@ -3,7 +3,12 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 
 import diffusers
 import imageio.v3 as iio
@@ -14,19 +19,21 @@ import pytest
 import safetensors.numpy
 import torch
 
+from convert import digest, load, weights
 from tests import tiny
 from wanjax import setup as setups
 from wanjax.data import __main__ as command
 from wanjax.data import cache, latents, text, video
-from wanjax.models import vae
-from wanjax.parallel import sharding
+from wanjax.models import umt5, vae
 
 SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    return setups.load_model(tiny.save_model(tmp_path_factory.mktemp("model")))
+    """(parameters, ModelConfig, path) as cache.build takes them."""
+    path = tiny.save_model(tmp_path_factory.mktemp("model"))
+    return *setups.load_model(path, components=cache.ENCODERS), path
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +93,16 @@ def test_each_file_is_used_at_its_bucket_or_named_with_the_reason(built):
 
 def test_arrays_are_those_of_the_models_own_encoders(built, clips, model):
     out, outcomes = built
-    params, config = model
+    params, config, _ = model
     outcome = next(o for o in outcomes if o.file == "more/half.mkv")
     arrays = safetensors.numpy.load_file(out / "clips" / f"{outcome.key}.safetensors")
     frames = np.stack(list(video.read_frames(clips / outcome.file, 5)))
     x_BTHWC = jnp.asarray(frames, jnp.float32)[None] / 127.5 - 1
     want = jax.jit(functools.partial(vae.encode, config=config.vae))(params["vae"], x_BTHWC)[0]
     np.testing.assert_allclose(arrays["latents"], want, atol=1e-5)
-    encode = text.make_encoder(config, params, ["red circle"])
-    rows = arrays["text"]
-    np.testing.assert_allclose(rows, encode(["red circle"])[0, : len(rows)], atol=1e-5)
+    ids, mask = text.tokenize(text.load_tokenizer(config.tokenizer), ["red circle"])
+    want = umt5.encode(params["text_encoder"], ids, mask, config=config.text)[0]
+    np.testing.assert_allclose(arrays["text"], want[mask[0] == 1], atol=1e-5)
     known = cache.header(out / "clips" / f"{outcome.key}.safetensors")
     assert (known["caption"], known["fps"], known["bucket"]) == ("red circle", 24, "5x24x32")
 
@@ -133,9 +140,8 @@ def test_the_first_frame_that_the_trainer_gets_is_diffusers_encoding_of_it(clips
 
     own = dict(data__path=str(out), data__batch=1, data__holdout=0.0, eval__prompts="")
     config = tiny.make_config(path, tmp_path, **own, data__first_frame=model is TI2V)
-    params, loaded = setups.load_model(path)
-    stream = setups.clip_stream(config, latents.read(out), loaded)
-    latents.check_encoders(stream.source, params)
+    stream = setups.clip_stream(config, latents.read(out), weights.model_config(path))
+    latents.check_encoders(stream.source, path)
     items = {item.x0_PTHWC.shape[1]: item for item in map(stream.at, range(len(stream.clips)))}
     found = {name: np.asarray(array) for name, array in items[2].cond.items()}
     if model is I2V:
@@ -218,6 +224,12 @@ def test_another_cache_or_folder_is_not_overwritten(built, clips, model, tmp_pat
     (tmp_path / "x").write_text("mine")
     with pytest.raises(ValueError, match="not empty and holds no cache"):
         cache.build(clips, tmp_path, SETTINGS, *model)
+    old = {"format": 1, "model": "tiny", "identity": {}}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/cache.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="is a cache of format 1, this version reads 2; run"):
+        cache.build(clips, tmp_path / "old", SETTINGS, *model)
+    assert json.loads((tmp_path / "old/cache.json").read_text()) == old
 
 
 @pytest.mark.parametrize("changes, text", [
@@ -230,15 +242,34 @@ def test_impossible_settings_are_refused_first(clips, model, tmp_path, changes, 
     assert not (tmp_path / "c").exists()
 
 
-def test_a_fingerprint_tells_weights_apart_but_not_dtypes_or_meshes(model):
-    tree = model[0]["vae"]
-    bfloat16 = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
-    exact = jax.tree.map(lambda a: a.astype(jnp.float32), bfloat16)
-    assert cache.fingerprint(bfloat16) == cache.fingerprint(exact) == cache.fingerprint(tree)
-    spread = jax.device_put(tree, jax.NamedSharding(sharding.make_mesh(dict(data=-1)), jax.P()))
-    assert cache.fingerprint(spread) == cache.fingerprint(tree)
-    other = jax.tree.map(lambda a: a * 1.02, tree)
-    assert cache.fingerprint(other) != cache.fingerprint(tree)
+def test_another_bit_of_an_encoder_is_another_cache(built, clips, model, tmp_path):
+    out, _ = built
+    params, config, path = model
+    identity = json.loads((out / "cache.json").read_text())["identity"]
+    assert identity["vae"] == digest.component(path, "vae") != identity["text_encoder"]
+    other = shutil.copytree(path, tmp_path / "other")
+    (file,) = (other / "vae").glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="holds a cache of other settings \\(vae [0-9a-f]{16} -> "):
+        cache.build(clips, out, SETTINGS, params, config, other)
+
+
+def test_the_command_loads_no_experts_and_is_refused_before_weights(
+    clips, model, tmp_path, monkeypatch
+):
+    path, loaded, original = model[2], [], load.place
+    monkeypatch.setattr(load, "place", lambda *a, **k: loaded.append(a[2]) or original(*a, **k))
+    source = tmp_path / "clips"
+    source.mkdir()
+    for name in ("one.mp4", "one.txt"):
+        shutil.copy(clips / name, source)
+    flags = ["cache", str(source), "--model", path, "--out", str(tmp_path / "out"), "--fps", "keep"]
+    with pytest.raises(SystemExit):
+        command.main([*flags, "--size", "16x20"])
+    assert loaded == []
+    command.main([*flags, "--size", "16x16", "--frames", "1"])
+    assert loaded == ["vae", "text_encoder"]
 
 
 def test_inspect_tells_what_a_folder_and_a_cache_hold(built, clips, capsys):
@@ -260,8 +291,96 @@ def test_inspect_tells_what_a_folder_and_a_cache_hold(built, clips, capsys):
     (["cache", "none", "--model", "m", "--out", "o", "--fps", "16"], "no folder at none"),
     (["inspect", "none"], "no folder at none"),
 ])  # fmt: skip
-def test_wrong_arguments_end_with_one_line(more, text):
+def test_wrong_arguments_end_with_one_line(more, text, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(more)
-    assert str(stop.value).startswith("wanjax.data: ") and text in str(stop.value)
-    assert "\n" not in str(stop.value)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1 and line.startswith("wanjax.data: ") and text in line
+
+
+# ------------------------------------------------------------------------------ processes
+
+
+PROCESS = """
+import os, signal, sys
+from wanjax.data import __main__ as command, cache
+original, limit = cache._store, int(sys.argv[1])
+def store(*args):
+    global limit
+    if limit == 0:
+        print("killed", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    limit -= 1
+    outcome = original(*args)
+    print("stored", outcome.file, flush=True)
+    return outcome
+cache._store = store
+command.main(sys.argv[2:])
+"""
+
+
+def _processes(count, flags, limits):
+    """Run the command as processes that are killed before they store more than their limits;
+    (exit codes, outputs)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kept = (flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
+    env |= {"JAX_NUM_CPU_DEVICES": "1", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    place = ["--coordinator", f"127.0.0.1:{port}", "--num_processes", str(count)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(limits[i]), *flags, *place, "--process_id", str(i)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [process.returncode for process in running], outputs
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_files_and_end_as_one_does(built, clips, model, tmp_path):
+    """Also when they are killed on the way, and with equal files in different hands."""
+    (whole, outcomes), out = built, tmp_path / "cache"
+    source = shutil.copytree(clips, tmp_path / "clips")
+    for end in ("mp4", "txt"):
+        shutil.copy(source / f"two.{end}", source / f"two_again.{end}")
+    again = cache.Outcome("two_again.mp4", reason="the same file and caption as another")
+    outcomes = [*outcomes, again]
+    flags = ["cache", str(source), "--model", model[2], "--out", str(out), "--fps", "keep"]
+    flags += ["--frames", "1", "--frames", "5", "--size", "16x16", "--size", "24x32"]
+    codes, outputs = _processes(2, flags, [2, 1])
+    assert -signal.SIGKILL in codes and 0 not in codes, outputs
+    before = set(_files(out))
+    assert before and not (out / "report.json").exists()
+
+    codes, outputs = _processes(2, flags, [99, 99])
+    assert codes == [0, 0], "\n".join(outputs)
+    stored = [[x.split()[1] for x in o.splitlines() if x.startswith("stored")] for o in outputs]
+    names = [outcome.file for outcome in outcomes]
+    for index, files in enumerate(stored):  # every second file is of one process
+        assert files and all(names.index(name) % 2 == index for name in files)
+    report = json.loads((out / "report.json").read_text())
+    assert [cache.Outcome(**row) for row in report] == outcomes
+    assert set(_files(out)) == set(_files(whole)) and len(before) < len(_files(out))
+    for name in _files(whole):
+        got, want = (safetensors.numpy.load_file(at / "clips" / name) for at in (out, whole))
+        for key, array in want.items():
+            np.testing.assert_allclose(got[key], array, atol=1e-5)
+    assert {path.name for path in out.iterdir()} == {"cache.json", "clips", "report.json"}
+    assert "24x32" in outputs[0] and "not used, and why" not in outputs[1]
+    assert "of 2 on" in outputs[1]
+
+
+@pytest.mark.slow
+def test_a_fault_of_one_process_ends_all_of_them(clips, model, tmp_path):
+    (tmp_path / "clips").mkdir()
+    flags = ["cache", str(tmp_path / "clips"), "--model", model[2], "--out", str(tmp_path / "c")]
+    codes, outputs = _processes(2, [*flags, "--fps", "keep"], [0, 0])
+    assert 0 not in codes and any("holds no video or image" in text for text in outputs)

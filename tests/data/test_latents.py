@@ -11,8 +11,9 @@ import pytest
 import safetensors.numpy
 from pyarrow import parquet
 
+from convert import digest
 from tests import tiny
-from wanjax.data import latents
+from wanjax.data import cache, latents
 from wanjax.models import presets
 from wanjax.parallel import sharding
 
@@ -25,7 +26,8 @@ def _write_cache(folder, identity=None, extra=()):
     """Random clips of SHAPES as cache.build leaves them."""
     rng = np.random.default_rng(0)
     (folder / "clips").mkdir(parents=True)
-    (folder / "cache.json").write_text(json.dumps({"identity": identity or {}}))
+    facts = {"format": cache.FORMAT, "identity": identity or {}}
+    (folder / "cache.json").write_text(json.dumps(facts))
     number = 0
     for shape, count in SHAPES.items():
         for _ in range(count):
@@ -108,6 +110,7 @@ def test_resuming_needs_the_same_clips_batch_and_seed(folder):
                   _stream(folder)):  # fmt: skip
         with pytest.raises(ValueError, match="clips of this run have changed"):
             other.resume(state)
+        assert other.resume(state, allow=True) == 7
 
 
 def test_rows_lie_where_the_mesh_wants_them(folder):
@@ -158,17 +161,37 @@ def test_data_that_does_not_fit_is_refused(folder, changes, text):
     assert "\n" not in str(error.value)
 
 
-def test_encoders_of_another_model_and_damaged_clips_are_named(tmp_path):
-    source = latents.read(_write_cache(tmp_path / "a", {"vae": "0123"}))
-    with pytest.raises(
-        ValueError, match="was made by a different vae from that of config.model.path"
-    ):
-        latents.check_encoders(source, tiny.parameters())
+def test_a_cache_made_by_an_encoder_with_another_bit_is_refused(tmp_path):
+    path = tiny.save_model(tmp_path)
+    digests = {part: digest.component(path, part) for part in ("vae", "text_encoder")}
+    source = latents.read(_write_cache(tmp_path / "a", digests))
+    latents.check_encoders(source, path)
+    latents.check_encoders(latents.read(_write_cache(tmp_path / "b")), "no model is asked for")
+    for part, name in (("vae", "vae"), ("text_encoder", "text encoder")):
+        (file,) = (tmp_path / "model" / part).glob("*.safetensors")
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        text = f"a was made by a different {name} from that of config.model.path; cache the clips"
+        with pytest.raises(ValueError, match=text) as error:
+            latents.check_encoders(source, path)
+        assert "\n" not in str(error.value)
+        file.write_bytes(data)
+    latents.check_encoders(source, path)
+
+
+def test_damaged_clips_and_caches_of_another_format_are_named(tmp_path):
+    _write_cache(tmp_path / "a")
     (tmp_path / "a" / "clips" / "03.safetensors").write_bytes(b"\x10")
     with pytest.raises(ValueError, match="03.safetensors is damaged"):
         latents.read(tmp_path / "a")
     with pytest.raises(ValueError, match="holds no cached clips; set config.data.path"):
         latents.read(tmp_path / "none")
+    old = {"format": 1, "model": "tiny", "identity": {"vae": "0123"}}
+    (tmp_path / "a" / "cache.json").write_text(json.dumps(old))
+    text = "a is a cache of format 1, this version reads 2; run python -m wanjax.data cache again"
+    with pytest.raises(ValueError, match=text) as error:
+        latents.read(tmp_path / "a")
+    assert "\n" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------ parquet
@@ -205,6 +228,71 @@ def test_fastvideo_latents_are_normalised_and_turned_channels_last(tmp_path, rng
         want = np.stack([(z[c] - (1, 2, 3, 4)[c]) / (2, 4, 5, 10)[c] for c in range(4)], axis=-1)
         np.testing.assert_allclose(x0, want, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(ctx[: 3 + number], rows_SE)
+
+
+def _parquet(folder, rng, shapes, group):
+    """Files of text and latents [*shape] a row, `group` rows a row group, 5 groups a file."""
+    rows = []
+    for number, shape in enumerate(shapes):
+        row = _row(number % 4, rng)[0] | {"id": str(number), "caption": f"clip {number}"}
+        z = rng.normal(size=shape).astype(np.float32)
+        rows.append(row | {"vae_latent_bytes": z.tobytes(), "vae_latent_shape": list(z.shape)})
+    for first in range(0, len(rows), 5 * group):
+        table = pyarrow.Table.from_pylist(rows[first : first + 5 * group])
+        parquet.write_table(table, folder / f"{first:03d}.parquet", row_group_size=group)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """How often each column of a row group was decoded."""
+    count, original = collections.Counter(), latents._read_columns
+
+    def read(file, group, names):
+        count[file, group, names[0]] += 1
+        return original(file, group, names)
+
+    monkeypatch.setattr(latents, "_read_columns", read)
+    latents._row_group.cache_clear()
+    yield count
+    latents._row_group.cache_clear()
+
+
+WIDE, LONG = (4, 2, 2, 3), (4, 3, 2, 2)
+
+
+def test_a_row_group_is_decoded_once_an_epoch_and_two_are_held(tmp_path, rng, decoded):
+    _parquet(tmp_path, rng, [WIDE] * 61, 6)  # ten groups of 6 rows and one of 1
+    stream = _stream(tmp_path, 4)
+    seen = [text for step in range(16) for text in stream.at(step).texts]
+    assert len(set(seen)) == 61 and len(seen) == 64
+    stream._pool.submit(lambda: None).result()  # the step after is of the next epoch
+    for column in ("vae_latent_bytes", "text_embedding_bytes"):
+        reads = [n for (_, _, name), n in decoded.items() if name == column]
+        assert len(reads) == 11 and sum(reads) <= 11 + 2
+    assert latents._row_group.cache_info().currsize == 2
+
+
+def test_two_shapes_in_all_row_groups_still_decode_each_about_once(tmp_path, rng, decoded):
+    _parquet(tmp_path, rng, [WIDE, LONG, WIDE] * 40, 12)
+    stream = _stream(tmp_path, 4)
+    for step in range(30):
+        stream.at(step)
+    stream._pool.submit(lambda: None).result()
+    reads = [n for (_, _, name), n in decoded.items() if name == "vae_latent_bytes"]
+    assert len(reads) == 10 and sum(reads) <= 15  # at random, 120 clips would take about 100
+
+
+def test_the_order_by_row_groups_is_a_function_of_seed_and_step_and_shows_every_clip(tmp_path, rng):
+    _parquet(tmp_path, rng, [WIDE] * 14 + [LONG] * 5 + [WIDE] * 7 + [(4, 1, 2, 2)], 4)
+    stream = _stream(tmp_path, 3)
+    epochs = [[stream.choose(step) for step in range(i, i + 10)] for i in (0, 10, 20)]
+    for batches in epochs:  # 21 are 7 batches, 5 are 2, 1 is 1
+        assert all(len({clip.shape for clip in batch}) == 1 for batch in batches)
+        count = collections.Counter(clip.caption for batch in batches for clip in batch)
+        assert len(count) == 27 and count.pop("clip 26") == 3 and max(count.values()) <= 2
+    assert epochs[0] != epochs[1] != epochs[2]
+    others = [_stream(tmp_path, 3, seed=seed).choose(13) for seed in range(4)]
+    assert others[0] == epochs[1][3] and any(other != others[0] for other in others[1:])
 
 
 def test_text_only_parquet_gives_contexts_without_latents(tmp_path, rng):

@@ -83,9 +83,21 @@ def test_resuming_another_stream_is_refused(stream, message):
     state = prompts.PromptStream(NAMES, batch=2, seed=5).state(4)
     with pytest.raises(ValueError, match=message):
         stream.resume(state)
+    assert stream.resume(state, allow=True) == 4
 
 
 @pytest.mark.parametrize(("names", "batch"), [((), 1), (NAMES, 0)])
 def test_a_stream_needs_prompts_and_a_batch(names, batch):
     with pytest.raises(ValueError, match="at least 1"):
         prompts.PromptStream(names, batch=batch, seed=0)
+
+
+def test_files_in_an_object_store_and_in_the_home_folder_are_read(bucket, tmp_path, monkeypatch):
+    content = "\ufeffa red circle\r\nein grüner Kreis\r\n".encode()
+    (bucket / "sets/p.txt").write_bytes(content)
+    (tmp_path / "p.txt").write_bytes(content)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (f"{bucket}/sets/p.txt", "~/p.txt"):
+        assert prompts.load_prompts(path) == ("a red circle", "ein grüner Kreis")
+    with pytest.raises(ValueError, match=f"^no prompts file at {bucket}/sets/q.txt"):
+        prompts.load_prompts(f"{bucket}/sets/q.txt")

@@ -12,7 +12,7 @@ import torch
 import transformers
 from diffusers.pipelines.wan import pipeline_wan
 
-from tests import tiny
+from tests import emulator, tiny
 from wanjax import setup as setups
 from wanjax.data import text
 
@@ -223,6 +223,14 @@ def test_missing_unreadable_or_foreign_tokenizer_is_an_error(tmp_path):
         text.load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_in_an_object_store_is_read(bucket, tmp_path):
+    runpy.run_path(str(SCRIPT))["build_tiny_tokenizer"](WORDS, tmp_path)
+    path = emulator.upload(tmp_path, bucket / "tokenizer")
+    want = text.tokenize(text.load_tokenizer(tmp_path), PROMPTS)
+    for a, b in zip(text.tokenize(text.load_tokenizer(str(path)), PROMPTS), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_words_with_spaces_are_refused(tmp_path):
     build = runpy.run_path(str(SCRIPT))["build_tiny_tokenizer"]
     with pytest.raises(ValueError, match="free of whitespace and '▁', got 'red circle'"):
@@ -237,6 +245,6 @@ def model(tmp_path_factory):
 def test_contexts_are_padded_to_one_length_for_all_prompts(model):
     params, config = setups.load_model(model)
     long = "red circle " * 20
-    encode = text.make_encoder(config, params, ["", long])
+    encode = text.Encoder(config, ["", long], params["text_encoder"])
     assert encode([""]).shape == encode([long]).shape == (1, 40, 24)
     assert not encode(["red"])[0, -1].any() and encode(["red"])[0, 0].any()

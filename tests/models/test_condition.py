@@ -103,7 +103,9 @@ def test_sampling_from_an_image_is_that_of_diffusers(pair):
     policy = {expert: (params[expert], {}) for expert in model.experts}
     cond = _first_frame(params, image, model)
     key, ids = jax.random.key(2), jnp.arange(1)
-    got = sampling.latents(policy, ctx, uncond, key, ids, cond, model=model, plan=plan)
+    own, slot_I = jnp.zeros(1, int), jnp.full(steps, -1)
+    inputs = ctx, uncond, own, key, ids, slot_I, cond
+    got, _ = sampling.rollout(policy, *inputs, model=model, plan=plan)
     noise = sampler.initial_noise(key, ids, sampling.latent_shape(model, plan))
     with torch.no_grad():
         want = pipeline(

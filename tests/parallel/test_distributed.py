@@ -4,6 +4,7 @@ The roll call is tested with threads and hand-written greetings; agreement, coll
 preemption with two real CPU processes over loopback.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -230,21 +231,34 @@ def test_sigterm_stops_a_single_process_after_its_step(monkeypatch):
     monkeypatch.setattr(distributed, "_stop_asked", False)
     try:
         assert distributed.start() == Place()
-        assert not distributed.preempted(0)
+        assert not distributed.preempted()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert distributed.preempted(1)
+        assert distributed.preempted()
+        with pytest.raises(distributed.Stopped):
+            distributed.check_stop()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow
-def test_a_preempted_run_saves_the_step_it_was_in(tmp_path, monkeypatch):
-    model = tiny.save_model(tmp_path / "model")
-    monkeypatch.setattr(distributed, "preempted", lambda step: step == 0)
-    with pytest.raises(distributed.NeedsRestart, match="checkpoint 1 is kept"):
+@pytest.mark.parametrize(("asked", "saved"), [(1, 1), (2, 1), (3, 2)])
+def test_a_preempted_run_saves_at_once(tmp_path, monkeypatch, asked, saved):
+    """asked: how many steps' looks (one in each rollout, one after the step) come before SIGTERM;
+    step 0 has one rollout, so look 1 is after it, look 2 inside the next one."""
+    model, looks = tiny.save_model(tmp_path / "model"), itertools.count()
+    monkeypatch.setattr(distributed, "preempted", lambda: next(looks) >= asked)
+    with pytest.raises(distributed.NeedsRestart, match=f"checkpoint {saved} is kept"):
         train.main(tiny.make_config(model, tmp_path, save_every=100, eval__prompts=""))
-    assert checkpoint.latest_good(tmp_path / "run") == 1
+    assert checkpoint.latest_good(tmp_path / "run") == saved
+
+
+def test_a_run_stopped_in_its_first_rollout_says_so(tmp_path, monkeypatch):
+    model = tiny.save_model(tmp_path / "model")
+    monkeypatch.setattr(distributed, "preempted", lambda: True)
+    with pytest.raises(distributed.NeedsRestart, match="asked to stop before step 1"):
+        train.main(tiny.make_config(model, tmp_path, eval__prompts=""))
+    assert checkpoint.latest_good(tmp_path / "run") is None
 
 
 CHILD = textwrap.dedent("""
@@ -271,7 +285,7 @@ CHILD = textwrap.dedent("""
             multihost_utils.process_allgather(np.int32(step))
             if mode == "preempt" and rank == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if distributed.preempted(step):
+            if distributed.preempted():
                 print("step", step, flush=True)
                 raise distributed.NeedsRestart("asked to stop")
             if mode == "plain":

@@ -139,6 +139,12 @@ def test_pickscore_and_clipscore_match_transformers_over_all_chosen_frames(model
     assert now == shapes  # one compiled shape each, whatever comes
 
 
+def test_a_model_may_be_the_name_of_a_hugging_face_repository(model, video, monkeypatch):
+    monkeypatch.setattr("wanjax.paths._snapshot", lambda name, needed: pathlib.Path(model[0]))
+    named, local = (clip_score.pickscore(m)(video, PROMPTS, None)[0] for m in ("a/b", model[0]))
+    np.testing.assert_array_equal(named, local)
+
+
 @pytest.fixture(scope="module")
 def hps(tmp_path_factory):
     """The golden model as an open_clip safetensors file with a config and a tokenizer beside it."""

@@ -1,5 +1,7 @@
 """Rewards by name with arguments, several at once, overlap, failures, and what lost samples do."""
 
+import contextlib
+import functools
 import sys
 import threading
 import types
@@ -36,9 +38,9 @@ def mine(monkeypatch):
 
 
 def numbered(count, batch):
-    """Videos whose only pixels are 0, 1, 2, ..., in batches."""
+    """Videos whose only pixels are 0, 1, 2, ..., in batches of which all rows count."""
     video = np.arange(count, dtype=np.uint8).reshape(count, 1, 1, 1, 1)
-    return [video[i : i + batch] for i in range(0, count, batch)]
+    return [(video[i : i + batch], batch) for i in range(0, count, batch)]
 
 
 TEXTS = [f"prompt {i}" for i in range(8)]
@@ -99,13 +101,13 @@ def test_several_rewards_have_short_names_of_their_own():
 def test_a_score_outside_the_range_of_a_built_in_names_reward_and_sample(mine, monkeypatch):
     monkeypatch.setitem(rewards.BUILT_IN, "unit", ("mine:first_pixel", 0.0, 1.0))
     reward = rewards.combine(["unit"])
-    np.testing.assert_array_equal(reward(numbered(2, 2)[0], TEXTS[:2])[0]["unit"], [0, 1])
+    np.testing.assert_array_equal(reward(numbered(2, 2)[0][0], TEXTS[:2])[0]["unit"], [0, 1])
     with pytest.raises(
         rewards.RewardError, match=r"unit gave 2 for sample 2 .*'prompt 2'.* 0 to 1"
     ):
-        reward(numbered(3, 3)[0], TEXTS[:3])
+        reward(numbered(3, 3)[0][0], TEXTS[:3])
     mine.first_pixel = lambda video, prompts, meta: (np.full(len(video), np.nan), {})
-    assert np.isnan(rewards.combine(["unit"])(numbered(2, 2)[0], TEXTS[:2])[0]["unit"]).all()
+    assert np.isnan(rewards.combine(["unit"])(numbered(2, 2)[0][0], TEXTS[:2])[0]["unit"]).all()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_a_score_outside_the_range_of_a_built_in_names_reward_and_sample(mine, m
 def test_another_number_of_scores_is_an_error(mine, values, message):
     mine.strict = lambda video, prompts, meta: values
     with pytest.raises(rewards.RewardError, match=message):
-        rewards.combine(["mine:strict"])(numbered(3, 3)[0], TEXTS[:3])
+        rewards.combine(["mine:strict"])(numbered(3, 3)[0][0], TEXTS[:3])
 
 
 def score(videos, reward, names=("mine:first_pixel",), **settings):
@@ -222,39 +224,77 @@ def test_a_lost_group_has_no_spread_and_losing_all_is_survived():
     assert not scores_MPK.any() and metrics["reward/lost"] == 1
 
 
-def test_process_0_scores_and_the_others_get_its_numbers_or_its_error(monkeypatch):
-    calls, said = [], []
-    values = np.array([0.1, np.nan, 1 / 3, np.inf] * 2)
-
-    def reward(video, prompts):
-        calls.append(len(video))
-        if len(calls) > 4:
-            raise OSError("down")
-        part = values[video.reshape(-1)]
-        return {"a": part}, {"info": -part}
+def two_processes(monkeypatch, reward, failure="stop"):
+    """(results of both processes, what each process said) where process i holds rows i, i + 2, …"""
+    said: dict[int, str] = {}
 
     def run(process):
         monkeypatch.setattr(jax, "process_index", lambda: process)
-        return rewards.run(iter(numbered(8, 2)), TEXTS, reward, ["a"])
+        rows = lambda video, count: (np.arange(process, count, 2), video[process:count:2])
+        monkeypatch.setattr(rewards.sharding, "own_rows", rows)
+        monkeypatch.setattr(distributed, "gather", functools.partial(gather, process))
+        return rewards.run(iter(numbered(8, 4)), TEXTS, reward, ["a"], failure=failure)
 
-    def gather(text):
-        said.append(text)
-        return [said[0], said[-1]]
+    def gather(process, text):
+        said[process] = text
+        if len(said) < 2:
+            raise StopIteration  # what the other says is not known yet
+        return [said[0], said[1]]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(rewards.sharding, "fetch", np.asarray)
-    monkeypatch.setattr(distributed, "gather", gather)
+    monkeypatch.setattr(rewards.sharding, "fetch", lambda x: x)
+    for process in (0, 1):
+        with contextlib.suppress(StopIteration):
+            run(process)
+    return run, said
+
+
+def test_each_process_scores_its_own_rows_and_all_get_all_numbers(monkeypatch):
+    values, calls = np.array([0.1, np.nan, 1 / 3, np.inf] * 2), []
+
+    def reward(video, prompts):
+        calls.append((video.reshape(-1).tolist(), prompts))
+        return {"a": values[video.reshape(-1)]}, {"info": -values[video.reshape(-1)]}
+
+    run, _ = two_processes(monkeypatch, reward)
+    assert calls[0] == ([0, 2], ["prompt 0", "prompt 2"]) and calls[3][0] == [5, 7]
     for process in (0, 1):
         scores, info = run(process)
         np.testing.assert_array_equal(scores["a"], values)
         np.testing.assert_array_equal(info["info"], -values)
-    assert calls == [2] * 4 and said[1] == ""
 
-    said.clear()
+
+def test_a_reward_that_is_asked_once_gets_the_videos_of_all_on_process_0(monkeypatch):
+    calls = []
+
+    def reward(video, prompts):
+        calls.append(video.reshape(-1).tolist())
+        return {"a": video.reshape(-1) + 0.5}, {}
+
+    reward.once = True
+    run, said = two_processes(monkeypatch, reward)
+    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and said[1] == "[]"
+    np.testing.assert_array_equal(run(1)[0]["a"], np.arange(8) + 0.5)
+
+
+def test_a_failure_on_one_process_ends_all_with_its_words(monkeypatch):
+    def reward(video, prompts):
+        if 5 in video:
+            raise OSError("down")
+        return {"a": video.reshape(-1).astype(float)}, {}
+
+    run, _ = two_processes(monkeypatch, reward)
     for process in (0, 1):
-        with pytest.raises(rewards.RewardError, match="samples 0 to 1: OSError: down"):
+        with pytest.raises(rewards.RewardError, match="samples 5 to 7: OSError: down"):
             run(process)
-    assert len(calls) == 5  # after the failure nothing more is scored
+    run, _ = two_processes(monkeypatch, reward, failure="skip")
+    np.testing.assert_array_equal(run(0)[0]["a"], [0, 1, 2, 3, 4, np.nan, 6, np.nan])
+
+
+def test_a_combined_reward_is_asked_once_where_one_of_them_is(mine):
+    assert not rewards.combine(["mine:first_pixel"]).once
+    mine.strict.once = True
+    assert rewards.combine(["mine:first_pixel", "mine:strict"]).once
 
 
 def test_an_unknown_policy_names_the_config_key():

@@ -1,5 +1,6 @@
 """Alarms: when they ring, what they say, and that a run stops with its best checkpoint kept."""
 
+import json
 import math
 
 import numpy as np
@@ -19,6 +20,27 @@ def test_a_limit_rings_once_after_enough_steps_in_a_row():
     assert [len(lines) for lines in rung] == [0, 0, 0, 1, 0, 0, 0, 1]
     assert rung[3] == ["a/x is nan and has been outside 0 to 1 for 2 steps (config.alarms)"]
     assert look({"b": 3.0}) == [] and look({"b": 3.0}) != []
+
+
+@pytest.mark.parametrize("kept", range(9))
+def test_an_interrupted_run_rings_at_the_same_step(kept):
+    """Whichever step its checkpoint continues with; counts pass through JSON."""
+    limits, values = {"a": (0.0, 1.0)}, [2.0, 0.5, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0]
+    rung = [2 + 3 - 1]  # in a row since step 2, with a patience of 3; once
+    counts: dict[str, int] = {}
+    look, found = alarms.watch(limits, 3, counts), []
+    for step, value in enumerate(values):
+        if step == kept:
+            counts = json.loads(json.dumps(counts))
+            look = alarms.watch(limits, 3, counts)
+        found += [step] * len(look({"a": value}))
+    assert found == rung
+
+
+def test_a_shorter_patience_rings_for_what_has_not_rung_yet():
+    counts = {"a": 5, "b": alarms.RUNG}
+    look = alarms.watch({"*": (0.0, 1.0)}, 3, counts)
+    assert len(look({"a": 2.0, "b": 2.0})) == 1 and look({"a": 2.0, "b": 2.0}) == []
 
 
 def test_the_first_step_must_be_on_policy():
@@ -60,7 +82,7 @@ def test_videos_are_measured_whatever_the_reward():
 
 
 @pytest.mark.slow
-def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypatch):
+def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypatch, capsys):
     model = tiny.save_model(tmp_path / "model")
     scores = {1: 3.0, 2: 2.0, 3: 1.0}
     real = evaluate.previews
@@ -74,11 +96,16 @@ def test_an_alarm_stops_the_run_and_the_best_checkpoint_stays(tmp_path, monkeypa
     config = tiny.make_config(model, tmp_path, **changes)
     config.alarms.limits["reward/mean"] = (2.0, 3.0)  # never so
     config.alarms.action = "stop"  # and the first step's own limits hold
-    with pytest.raises(alarms.Collapsed, match="step 3: reward/mean is .* best .* at step 1"):
-        train.main(config)
+    for _ in range(2):  # as often as the same command continues it
+        with pytest.raises(alarms.Collapsed, match="step 3: reward/mean is .* best .* at step 1"):
+            train.main(config)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert len(kept) == 2 and int(kept[0].removeprefix("step_")) == 1
-    assert checkpoint.latest_good(tmp_path / "run") == 4
+    assert checkpoint.latest_good(tmp_path / "run") == 3
+    config.alarms.action = "warn"
+    config.steps = 4
+    train.main(config)
+    assert "alarm at step 3: reward/mean" in capsys.readouterr().out
 
 
 @pytest.mark.slow

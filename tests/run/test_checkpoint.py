@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,6 +50,24 @@ def newest_data_file(run_dir, step):
         p for p in (run_dir / f"checkpoints/step_{step:08d}/arrays").rglob("d/*") if p.is_file()
     ]
     return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_one_part_is_read_into_host_memory_alone(tmp_path, monkeypatch):
+    state = make_state()
+    del state["host"]
+    checkpoint.save(tmp_path, 1, state, {})
+    asked, original = [], ocp.args.PyTreeRestore
+    spy = lambda item, *args, **given: asked.extend(item) or original(item, *args, **given)
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", spy)
+    found = checkpoint.read(tmp_path, 1, "adapters")
+    names = ("default/high/blocks/attn1/to_q/a", "default/low/to_out.0/b")
+    assert set(found) == set(names) and asked == [f"adapters/{name}" for name in names]
+    for array, want in zip(found.values(), jax.tree.leaves(state["adapters"]), strict=True):
+        assert type(array) is np.ndarray and array.dtype == want.dtype
+        np.testing.assert_array_equal(array, want)
+    assert checkpoint.read(tmp_path, 1, "adapter") == {}  # names are compared whole
+    with pytest.raises(ValueError, match="step_00000002 is not a finished checkpoint"):
+        checkpoint.read(tmp_path, 2, "adapters")
 
 
 def test_state_and_meta_come_back_bit_for_bit(tmp_path):

@@ -118,6 +118,11 @@ class Extras(Protocol):
         """Stochastic steps of an epoch's rollouts, for the schedule table; absent: none."""
         ...
 
+    def rollout_static(self, setup: Setup) -> dict[str, Any]:
+        """Static arguments of sampling.rollout in collect: an evaluation by the run's own sampler
+        runs the same program; absent: it has a program of its own."""
+        ...
+
     def forwards(self, setup: Setup) -> dict[str, int]:
         """Model forwards of one sample in a step by phase ("collect", "update"), a backward pass
         counting two and recomputation nothing, for perf/mfu; absent: none is logged."""

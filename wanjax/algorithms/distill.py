@@ -54,10 +54,13 @@ class Config:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("setup", "task", "scale", "config"), donate_argnames=("opt",)
+    jax.jit,
+    static_argnames=("setup", "task", "scale", "config"),
+    donate_argnames=("trained", "opt"),
 )
 def optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
-    """One optimizer step of one expert of a role; experts alike in shape share the program."""
+    """One optimizer step of one expert of a role, in place of its trees and optimizer states;
+    experts alike in shape share the program."""
 
     def loss(_, tree, rows):
         (ids,) = rows
@@ -136,8 +139,9 @@ class _Micro:
 
 def _micro(data: dict, ids, setup: Setup) -> _Micro:
     """The rows `ids` of a step's data, latents split over the mesh."""
-    x, ctx, cond = jax.tree.map(lambda a: a[ids], (data["x"], data["ctx"], data["cond"]))
-    x = {name: sampling.constrain(latents) for name, latents in x.items()}
+    items = ids // setup.algorithm.group_size
+    ctx, cond = jax.tree.map(lambda a: jnp.asarray(a)[items], (data["ctx"], data["cond"]))
+    x = {name: sampling.constrain(latents[ids]) for name, latents in data["x"].items()}
     return _Micro(x, ctx, cond, ids, data, setup)
 
 

@@ -39,7 +39,7 @@ from wanjax.algorithms import Program, Tools, distill, phases, steps
 from wanjax.data import Item, text
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator, wan
-from wanjax.parallel import sharding
+from wanjax.parallel import distributed, sharding
 from wanjax.settings import Setup
 
 DATA = "either"  # prompts, or clips where the config names some
@@ -55,9 +55,9 @@ class Batch:
     """What collect hands to update: pass -> expert -> latents [B, ...] by name."""
 
     latents: dict
-    ctx_BSE: jax.Array
+    ctx_PSE: jax.Array
     uncond_1SE: jax.Array
-    cond: Any  # {name: [B, ...]} or None
+    cond: Any  # {name: [P, ...]} or None
     version: int
     metrics: dict
 
@@ -183,16 +183,8 @@ def collect(state, setup, item: Item, tools: Tools) -> Batch:
             "alone; set config.data.path to cached clips, or gan_weight = 0 and divergence = 'rkl'"
         )
     step, reads_clips = int(state.step), config.adversarial or config.rollout == "data_latent"
-
-    def repeat(a):
-        return jnp.repeat(jnp.asarray(a), config.group_size, axis=0)
-
     ctx_PSE, uncond_1SE = text.align(item.ctx_PSE, tools.uncond_1SE)
-    rows = {
-        "ctx": repeat(ctx_PSE),
-        "cond": jax.tree.map(repeat, item.cond),
-        "x0": repeat(item.x0_PTHWC) if reads_clips else None,
-    }
+    rows = {"ctx": ctx_PSE, "cond": item.cond, "x0": item.x0_PTHWC if reads_clips else None}
     latents, metrics = {}, {}
     for name in _passes(setup, step):
         latents[name] = {}
@@ -202,7 +194,7 @@ def collect(state, setup, item: Item, tools: Tools) -> Batch:
                 state, setup, rows, uncond_1SE, step, expert, name, exit_step
             )
             metrics[f"{name}/exit/{expert}"] = float(exit_step)
-    return Batch(latents, rows["ctx"], uncond_1SE, rows["cond"], step, metrics)
+    return Batch(latents, ctx_PSE, uncond_1SE, item.cond, step, metrics)
 
 
 def update(state, setup, batch: Batch):
@@ -235,7 +227,8 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
     forward = wan.forward_flops(setup.model.wan, grid)
     for expert in setup.experts:
         own, region = phases.phase(setup, expert).steps, phases.regions(setup, expert)[0]
-        rows = {"ctx": steps.shape(size, *row), "cond": None, "x0": None}
+        ctx = steps.shape(size, *row, dtype=tools.uncond_1SE.dtype)
+        rows = {"ctx": ctx, "cond": None, "x0": None}
         given = (
             _leading(policy, expert), rows, tools.uncond_1SE, steps.key_shape(),
             steps.shape(size, dtype=jnp.int32), steps.shape(dtype=jnp.int32),
@@ -246,7 +239,7 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
         )  # fmt: skip
         for name in ("student", "critic"):
             latents = {"x": clips} | ({"real": clips} if config.adversarial else {})
-            ctx = steps.shape(samples, *row)
+            ctx = steps.shape(config.items, *row, dtype=tools.uncond_1SE.dtype)
             batch = Batch({name: {expert: latents}}, ctx, tools.uncond_1SE, None, 0, {})
             draws = jax.eval_shape(
                 functools.partial(_draws, setup, 0, expert, name, own.start, region)
@@ -271,10 +264,12 @@ def _flops(setup: Setup, name: str, grid) -> int:
 
 def _clips(state, setup, rows, uncond_1SE, step: int, expert: str, name: str, exit_step: int):
     """Latents {name: [B, ...]} of an expert's pass, sampled in parts of sampling.batch."""
-    key, size, parts = _key(setup, step, expert, name, 0), setup.sampling.batch, []
-    for first in range(0, len(rows["ctx"]), size):
+    config, key = setup.algorithm, _key(setup, step, expert, name, 0)
+    size, parts = setup.sampling.batch, []
+    for first in range(0, config.samples, size):
+        distributed.check_stop()
         ids = jnp.arange(first, first + size)
-        part = jax.tree.map(lambda a, ids=ids: a[ids], rows)
+        part = jax.tree.map(lambda a, of=ids // config.group_size: jnp.asarray(a)[of], rows)
         if name == "warm":
             teacher = states.role_params(state, "teacher")
             made = _teacher_pair(
@@ -341,7 +336,7 @@ def _call(state, setup, batch: Batch, expert: str, name: str, region: phases.Reg
             judges[judge] = states.role_params(state, judge)[serving]
     data = {
         "x": batch.latents[name][expert],
-        "ctx": batch.ctx_BSE,
+        "ctx": batch.ctx_PSE,
         "cond": batch.cond,
         "uncond_1SE": batch.uncond_1SE,
         "ratio_mean_N": state.running.get(region.critic),
@@ -350,7 +345,7 @@ def _call(state, setup, batch: Batch, expert: str, name: str, region: phases.Reg
     given = (
         states.trainable(state, training, role)[moved], states.optimizers(state, role)[moved],
         states.frozen(state, training, role)[moved], judges, data,
-        optim.parts(np.arange(len(batch.ctx_BSE)), config.micro_samples),
+        optim.parts(np.arange(len(data["x"]["x"])), config.micro_samples),
     )  # fmt: skip
     static = {
         "setup": setup, "task": name, "scale": config.guidance[region.teacher],

@@ -6,6 +6,7 @@ device goes on, and the scores become advantages within each group.
 Shapes: P prompts, K group, B samples (P·K), M rewards.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from wanjax import advantages, rewards, sampling
 from wanjax.algorithms import Program, Tools, steps
 from wanjax.data import Item
 from wanjax.models import wan
+from wanjax.parallel import distributed
 from wanjax.run import metrics
 from wanjax.settings import GroupConfig, Setup
 from wanjax.state import State
@@ -62,32 +64,37 @@ def describe(setup: Setup) -> str:
 def collect(state: State, setup: Setup, item: Item, tools: Tools, sample: Callable):
     """Sample K clips per prompt, score them and form advantages; returns (kept, fields).
 
-    sample(ctx_BSE, key, ids) -> (final latents, what to keep) queues one call of sampling.batch
-    samples; `kept` lists what it wants to keep, `fields` are the rest of a Batch: ctx_BSE,
-    uncond_1SE, adv_B, version and metrics. All device work is queued before the first video is
-    fetched, so host rewards overlap with sampling and decoding. Raises FloatingPointError with step
-    and sample for a reward that is not finite.
+    sample(ctx_PSE, prompt_B, key, ids) -> (final latents, what to keep) queues one call of
+    sampling.batch samples; `kept` lists what it wants to keep, `fields` are the rest of a Batch:
+    ctx_PSE, uncond_1SE, adv_B, version and metrics. A call is queued before the videos of the one
+    before it are fetched, so rewards overlap with sampling and decoding; each process scores the
+    samples that its own devices decoded. Raises FloatingPointError with step and sample for a
+    reward that is not finite, and distributed.Stopped between two calls.
     """
     config: GroupConfig = setup.algorithm
     step, K, size = int(state.step), config.group_size, setup.sampling.batch
     key = jax.random.fold_in(jax.random.key(setup.seed), step)
-    ctx_BSE = jnp.repeat(jnp.asarray(item.ctx_PSE), K, axis=0)
-    pending, kept = [], []
-    for first in range(0, len(ctx_BSE), size):
-        ids = jnp.arange(first, first + size)
-        x0, more = sample(ctx_BSE[first : first + size], key, ids)
-        pending.append((x0, _decode(setup, tools, x0)))
-        kept.append(more)
+    ctx_PSE, kept = jnp.asarray(item.ctx_PSE), []
+
+    def queued():
+        for first in range(0, K * len(ctx_PSE), size):
+            distributed.check_stop()
+            ids = np.arange(first, first + size)
+            x0, more = sample(ctx_PSE, jnp.asarray(ids // K), key, jnp.asarray(ids))
+            kept.append(more)
+            yield x0, (_decode(setup, tools, x0), size)
+
     times: dict[str, float] = {}
     scores_MPK, found = rewards.score(
-        metrics.ready(pending, times), [prompt for prompt in item.texts for _ in range(K)],
+        metrics.ready(sampling.ahead(queued()), times),
+        [prompt for prompt in item.texts for _ in range(K)],
         metrics.clocked(tools.reward, times, "collect/reward"), setup.rewards.weights,
         group=K, step=step, failure=setup.rewards.failure,
     )  # fmt: skip
     weights = list(setup.rewards.weights.values())
     adv_PK = advantages.group_advantages(scores_MPK, config.advantage, weights=weights)
     return kept, {
-        "ctx_BSE": ctx_BSE,
+        "ctx_PSE": ctx_PSE,
         "uncond_1SE": tools.uncond_1SE,
         "adv_B": jnp.asarray(adv_PK.reshape(-1), jnp.float32),
         "version": step,
@@ -115,29 +122,26 @@ def rollout_forwards(setup: Setup) -> int:
 
 
 def rollout_programs(
-    setup: Setup, tools: Tools, function, arguments: Callable, keywords: dict, latents: Callable
+    setup: Setup, tools: Tools, policy: dict, keywords: dict
 ) -> dict[str, Program]:
-    """{"rollout", "decode"} of one call of sampling.batch samples.
+    """{"rollout", "decode"} of one call of sampling.batch samples by an abstract policy.
 
-    arguments(ctx_BSE, uncond_1SE, key, ids), all abstract -> those of the rollout function;
-    keywords: its keyword arguments; latents: its output -> final latents.
+    keywords: further arguments of sampling.rollout.
     """
     config: GroupConfig = setup.algorithm
-    size = setup.sampling.batch
+    size, numbers = setup.sampling.batch, functools.partial(steps.shape, dtype=jnp.int32)
     calls = config.prompts_per_step * config.group_size // size
-    given = arguments(
-        _contexts(size, tools),
-        tools.uncond_1SE,
-        steps.key_shape(),
-        steps.shape(size, dtype=jnp.int32),
-    )
+    given = (
+        policy, _contexts(config, tools), tools.uncond_1SE, numbers(size), steps.key_shape(),
+        numbers(size), numbers(setup.sampling.schedule.steps),
+    )  # fmt: skip
     forward = wan.forward_flops(setup.model.wan, steps.grid(setup))
     flops = forward * size * rollout_forwards(setup)
     decoding = {"config": setup.model.vae, "tile": setup.sampling.vae_tile}
     return {
-        "rollout": Program(function, lambda made: given, keywords, flops, calls),
+        "rollout": Program(sampling.rollout, lambda made: given, keywords, flops, calls),
         "decode": Program(
-            sampling.decode, lambda made: (tools.vae, latents(made["rollout"])), decoding, 0, calls
+            sampling.decode, lambda made: (tools.vae, made["rollout"][0]), decoding, 0, calls
         ),
     }
 
@@ -154,9 +158,10 @@ def grown(tree, axis: int, samples: int):
 
 def batch_shapes(setup: Setup, tools: Tools) -> dict:
     """The `fields` that collect returns, abstract."""
-    samples = setup.algorithm.prompts_per_step * setup.algorithm.group_size
+    config: GroupConfig = setup.algorithm
+    samples = config.prompts_per_step * config.group_size
     return {
-        "ctx_BSE": _contexts(samples, tools),
+        "ctx_PSE": _contexts(config, tools),
         "uncond_1SE": tools.uncond_1SE,
         "adv_B": steps.shape(samples),
     }
@@ -174,5 +179,6 @@ def _decode(setup: Setup, tools: Tools, x0):
     return sampling.decode(tools.vae, x0, config=setup.model.vae, tile=setup.sampling.vae_tile)
 
 
-def _contexts(samples: int, tools: Tools):
-    return steps.shape(samples, *tools.uncond_1SE.shape[1:])
+def _contexts(config: GroupConfig, tools: Tools):
+    row = tools.uncond_1SE
+    return steps.shape(config.prompts_per_step, *row.shape[1:], dtype=row.dtype)

@@ -65,7 +65,7 @@ class Batch:
     """What collect hands to update; arrays over B samples, transitions over W."""
 
     trajectory: sampler.Trajectory
-    ctx_BSE: jax.Array
+    ctx_PSE: jax.Array
     uncond_1SE: jax.Array
     adv_B: jax.Array
     steps_W: np.ndarray  # sampler step of each stored transition
@@ -114,12 +114,11 @@ def collect(state: states.State, setup: Setup, item: Item, tools: Tools) -> Batc
     groups.collect."""
     steps_W = sde_steps(setup, int(state.step))
     slot_I = jnp.asarray(schedule.slot_table(setup.sampling.schedule, steps_W))
-    policy = states.rollout_params(state)
+    policy, static = states.rollout_params(state), rollout_static(setup)
 
-    def sample(ctx_BSE, key, ids):
-        return _rollout(
-            policy, ctx_BSE, tools.uncond_1SE, key, ids, slot_I, setup=setup, slots=len(steps_W)
-        )
+    def sample(ctx_PSE, prompt_B, key, ids):
+        inputs = ctx_PSE, tools.uncond_1SE, prompt_B, key, ids, slot_I
+        return sampling.rollout(policy, *inputs, **_noise_of(setup, ids), **static)
 
     trajectories, fields = groups.collect(state, setup, item, tools, sample)
     joined = jax.tree.map(lambda *chunks: jnp.concatenate(chunks, axis=1), *trajectories)
@@ -150,6 +149,13 @@ def sde_steps(setup: Setup, epoch: int) -> np.ndarray:
     return schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
 
 
+def rollout_static(setup: Setup) -> dict:
+    """Static arguments of sampling.rollout, see algorithms.Extras."""
+    slots, keep = len(sde_steps(setup, 0)), setup.algorithm.guard
+    given = {"model": setup.model, "plan": setup.sampling, "sde": setup.sde}
+    return given | {"slots": slots, "keep_mean": keep}
+
+
 def forwards(setup: Setup) -> dict[str, int]:
     """Forward passes of a step by phase, see algorithms.Extras."""
     config, each = setup.algorithm, groups.passes(setup)
@@ -167,7 +173,6 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
     """The jitted functions of a step, see algorithms.Program."""
     config: Config = setup.algorithm
     steps_W, policy = sde_steps(setup, 0), states.rollout_params(state)
-    slot_I = steps.shape(setup.sampling.schedule.steps, dtype=jnp.int32)
     slots, fields = _slots(setup, steps_W), groups.batch_shapes(setup, tools)
     samples = fields["adv_B"].shape[0]
 
@@ -184,34 +189,26 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
     def flops(expert):
         return groups.pair_flops(setup, expert, extra=int(config.kl_beta[expert] != 0))
 
-    def arguments(*given):
-        return (policy, *given, slot_I)
-
-    static = {"setup": setup, "slots": len(steps_W)}
-    found = groups.rollout_programs(setup, tools, _rollout, arguments, static, lambda out: out[0])
+    keywords = rollout_static(setup)
+    if config.same_noise:
+        keywords["first_ids"] = steps.shape(setup.sampling.batch, dtype=jnp.int32)
+    found = groups.rollout_programs(setup, tools, policy, keywords)
     return found | steps.programs(
         state, setup, slots, _share(config), data, _LOSS[config.recompute_old_logp],
         flops=flops, calls=config.updates,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("setup", "slots"))
-def _rollout(policy, ctx_BSE, uncond_1SE, key, ids, slot_I, *, setup, slots):
-    """(final latents, trajectory) of one call."""
-    plan, config = setup.sampling, setup.algorithm
-    run = sampling.velocities(policy, ctx_BSE, uncond_1SE, config=setup.model.wan, plan=plan)
-    first = ids // config.group_size * config.group_size if config.same_noise else ids
-    x = sampling.initial_noise(key, first, sampling.latent_shape(setup.model, plan))
-    return sampler.rollout(
-        run, x, key, ids, plan.schedule, slot_I, slots=slots, kind=setup.sde.kind,
-        eta=setup.sde.eta, solver=plan.solver, keep_mean=config.guard,
-    )  # fmt: skip
+def _noise_of(setup: Setup, ids) -> dict:
+    """The samples whose initial noise each has, if not its own."""
+    K = setup.algorithm.group_size
+    return {"first_ids": ids // K * K} if setup.algorithm.same_noise else {}
 
 
 def _pair_loss(trained, frozen, data, slot_M, sample_M, *, setup, expert, on_policy):
     """Loss and scalar statistics of M (transition, sample) pairs, all of one expert."""
     config: Config = setup.algorithm
-    rows = _rows(data, slot_M, sample_M)
+    rows = _rows(data, slot_M, sample_M, setup)
     policy = states.policy(setup.training, trained, frozen)
     v, mean, std, logp = _score(policy, rows, setup=setup, expert=expert)
     old = jax.lax.stop_gradient(logp) if on_policy else rows["logp"]
@@ -293,7 +290,8 @@ def _score_pairs(trained, frozen, data, pairs, *, setup, expert):
     policy = states.policy(setup.training, trained, sharding.to_device(frozen))
 
     def one(pair):
-        return _score(policy, _rows(data, *pair), setup=setup, expert=expert)[3]
+        slot_M, sample_M = pair
+        return _score(policy, _rows(data, slot_M, sample_M, setup), setup=setup, expert=expert)[3]
 
     return jax.lax.map(one, pairs)
 
@@ -309,16 +307,17 @@ def _replay_data(setup, batch) -> dict:
         "sigma_W": jnp.asarray(plan.sigmas[steps_W], jnp.float32),
         "sigma_next_W": jnp.asarray(plan.sigmas[steps_W + 1], jnp.float32),
         "t_W": jnp.asarray(plan.timesteps[steps_W], jnp.float32),
-        "ctx_BSE": batch.ctx_BSE,
+        "ctx_PSE": batch.ctx_PSE,
         "uncond_1SE": batch.uncond_1SE,
         "adv_B": batch.adv_B,
     }
     return data | ({"mean_WB": trajectory.mean} if setup.algorithm.guard else {})
 
 
-def _rows(data: dict, slot_M, sample_M) -> dict:
+def _rows(data: dict, slot_M, sample_M, setup) -> dict:
     """What a replay of M (transition, sample) pairs reads, gathered from `_replay_data`."""
-    suffixes = {"_WB": (slot_M, sample_M), "_W": slot_M, "_BSE": sample_M, "_B": sample_M}
+    prompt_M = sample_M // setup.algorithm.group_size
+    suffixes = {"_WB": (slot_M, sample_M), "_W": slot_M, "_PSE": prompt_M, "_B": sample_M}
     rows = {"uncond_1SE": data["uncond_1SE"]}
     for suffix, index in suffixes.items():
         for name in (name for name in data if name.endswith(suffix)):

@@ -70,7 +70,7 @@ class Batch:
     """Final latents of B samples with their advantages, and the policy version that made them."""
 
     x0_B: jax.Array
-    ctx_BSE: jax.Array
+    ctx_PSE: jax.Array
     uncond_1SE: jax.Array
     adv_B: Any
     version: int
@@ -134,14 +134,14 @@ def init(key, setup: Setup, params: dict) -> states.State:
 def collect(state: states.State, setup: Setup, item: Item, tools: Tools) -> Batch:
     """Sample K clips per prompt by the old policy, score them and form advantages; see
     groups.collect."""
-    policy, keywords = states.rollout_params(state, SAMPLED), _rollout_keywords(setup)
-    if setup.algorithm.sde:
-        every = np.arange(setup.sampling.schedule.steps)
-        chosen = np.isin(every, sde_steps(setup, int(state.step)))
-        keywords["stochastic_I"] = jnp.asarray(chosen)
+    policy, static = states.rollout_params(state, SAMPLED), rollout_static(setup)
+    every, chosen = np.arange(setup.sampling.schedule.steps), sde_steps(setup, int(state.step))
+    # one slot for all stochastic steps: nobody reads the transitions
+    slot_I = jnp.asarray(np.where(np.isin(every, chosen), 0, -1), jnp.int32)
 
-    def sample(ctx_BSE, key, ids):
-        x0 = sampling.latents(policy, ctx_BSE, tools.uncond_1SE, key, ids, **keywords)
+    def sample(ctx_PSE, prompt_B, key, ids):
+        inputs = ctx_PSE, tools.uncond_1SE, prompt_B, key, ids, slot_I
+        x0, _ = sampling.rollout(policy, *inputs, **static)
         return x0, x0
 
     latents, fields = groups.collect(state, setup, item, tools, sample)
@@ -176,6 +176,12 @@ def sde_steps(setup: Setup, epoch: int) -> np.ndarray:
     return schedule.sde_steps(plan, strategy, epoch=epoch, seed=setup.seed)
 
 
+def rollout_static(setup: Setup) -> dict:
+    """Static arguments of sampling.rollout, see algorithms.Extras."""
+    found = {"model": setup.model, "plan": setup.sampling}
+    return found | ({"sde": setup.sde, "slots": 1} if setup.algorithm.sde else {})
+
+
 def forwards(setup: Setup) -> dict[str, int]:
     """Forward passes of a step by phase, see algorithms.Extras."""
     config, each = setup.algorithm, groups.passes(setup)
@@ -192,38 +198,24 @@ def programs(state: states.State, setup: Setup, tools: Tools) -> dict[str, Progr
     samples = fields["adv_B"].shape[0]
 
     def data(made):
-        x0 = groups.grown(made["rollout"], 0, samples)
+        x0 = groups.grown(made["rollout"][0], 0, samples)
 
-        def noised(x0, ctx_BSE, uncond_1SE):
+        def noised(x0, ctx_PSE, uncond_1SE):
             adv_B = np.zeros(samples, np.float32)  # Flow-DPO sorts them on the host
-            return _noised(Batch(x0, ctx_BSE, uncond_1SE, adv_B, 0, {}), setup=setup)
+            return _noised(Batch(x0, ctx_PSE, uncond_1SE, adv_B, 0, {}), setup=setup)
 
-        shapes = jax.eval_shape(noised, x0, fields["ctx_BSE"], fields["uncond_1SE"])
+        shapes = jax.eval_shape(noised, x0, fields["ctx_PSE"], fields["uncond_1SE"])
         return steps.whole(shapes) | {"x0_B": x0, "averages": _averages(state, setup.experts)}
 
     def flops(expert):
         each = 2 if config.loss == "dpo" else 1
         return each * groups.pair_flops(setup, expert, extra=_beside(config, expert))
 
-    def arguments(*given):
-        return (policy, *given)
-
-    keywords = _rollout_keywords(setup)
-    if config.sde:
-        keywords["stochastic_I"] = steps.shape(setup.sampling.schedule.steps, dtype=bool)
-    found = groups.rollout_programs(
-        setup, tools, sampling.latents, arguments, keywords, lambda out: out
-    )
+    found = groups.rollout_programs(setup, tools, policy, rollout_static(setup))
     return found | steps.programs(
         state, setup, _slots(setup), _share(config), data, _pair_loss,
         flops=flops, calls=config.updates,
     )  # fmt: skip
-
-
-def _rollout_keywords(setup) -> dict:
-    """The static arguments of sampling.latents."""
-    found = {"model": setup.model, "plan": setup.sampling}
-    return found | ({"sde": setup.sde} if setup.algorithm.sde else {})
 
 
 def _beside(config: Config, expert: str) -> int:
@@ -257,7 +249,8 @@ def _pair_loss(trained, frozen, data, slot_M, unit_M, *, setup, expert):
     if config.loss == "dpo":  # both clips of a pair under the same level and noise
         sample_M = jnp.concatenate([data["win_U"][unit_M], data["lose_U"][unit_M]])
         sigma_M, t_M, noise = (jnp.concatenate([a, a]) for a in (sigma_M, t_M, noise))
-    x0, ctx, adv = data["x0_B"][sample_M], data["ctx_BSE"][sample_M], data["adv_B"][sample_M]
+    prompt_M = sample_M // config.group_size
+    x0, ctx, adv = data["x0_B"][sample_M], data["ctx_PSE"][prompt_M], data["adv_B"][sample_M]
     x_t = flow.add_noise(x0, noise, sigma_M)
 
     def velocity(policy):
@@ -303,7 +296,7 @@ def _noised(batch: Batch, *, setup) -> dict:
     config, plan = setup.algorithm, setup.sampling.schedule
     data: dict = {
         "x0_B": batch.x0_B,
-        "ctx_BSE": batch.ctx_BSE,
+        "ctx_PSE": batch.ctx_PSE,
         "uncond_1SE": batch.uncond_1SE,
         "adv_B": batch.adv_B,
     }

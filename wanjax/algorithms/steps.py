@@ -63,9 +63,12 @@ def take(state: State, setup: Setup, slots: dict, samples, data: dict, pair_loss
     return state, found
 
 
-@functools.partial(jax.jit, static_argnames=("pair_loss", "setup"), donate_argnames=("opt",))
+@functools.partial(
+    jax.jit, static_argnames=("pair_loss", "setup"), donate_argnames=("trained", "opt")
+)
 def minibatch(trained, opt, frozen, index, data, *, pair_loss: Callable, setup: Setup):
-    """One optimizer step for each expert in `index`; returns (trained, opt, metrics).
+    """One optimizer step for each expert in `index`; returns (trained, opt, metrics). What is
+    trained, and its optimizer states, are replaced in place: the arrays given are gone.
 
     pair_loss(trained tree, frozen tree, data, slot_M, sample_M, *, setup, expert) -> (mean loss of
     M pairs of one expert, {name: statistic}) gathers the pairs from the arrays of `data`; the

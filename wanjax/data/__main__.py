@@ -7,6 +7,8 @@
 
 A clip is cut to the longest --frames it fills and to the --size closest to its aspect ratio;
 nothing is enlarged. Running the command again continues an interrupted one and adds new files.
+Several processes, started as those of wanjax.train are (--coordinator, --num_processes and
+--process_id, or what the environment says), share the files and the --out folder.
 """
 
 import argparse
@@ -15,13 +17,16 @@ import contextlib
 import json
 import math
 import pathlib
+import signal
 import sys
 
 import jax
 import numpy as np
 
+from convert import weights
 from wanjax import setup
 from wanjax.data import cache, latents, video
+from wanjax.parallel import distributed
 
 
 def main(argv=None) -> None:
@@ -38,14 +43,20 @@ def main(argv=None) -> None:
     lengths = "allowed length, repeatable; default: the model's, and 1"
     add("--frames", type=int, action="append", help=lengths)
     add("--size", action="append", help="allowed HEIGHTxWIDTH, repeatable; default: the model's")
-    add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    add("--dtype", choices=setup.DTYPES, help="default: bfloat16, on CPUs float32")
+    add("--coordinator", default="", help="host:port of process 0, or auto")
+    add("--num_processes", type=int, help="processes that share the work")
+    add("--process_id", type=int, help="which of them this is, from 0")
+    add("--local_devices", default="", help="GPUs of this process, as 0,1; all")
     look = commands.add_parser("inspect", help="print what a folder or a cache holds")
     look.add_argument("folder")
     args = parser.parse_args(argv)
     try:
         _cache(args) if args.command == "cache" else print(inspect(args.folder))
     except ValueError as error:
-        sys.exit(f"wanjax.data: {error}")
+        distributed.leave(1, f"wanjax.data: {error}")
+    except distributed.NeedsRestart as error:
+        distributed.leave(distributed.RESTART, f"wanjax.data: {error}")
     except KeyboardInterrupt:
         sys.exit("wanjax.data: stopped; run the same command to continue")
 
@@ -58,15 +69,24 @@ def _cache(args) -> None:
         if fps is None or not 0 < fps < math.inf:
             raise ValueError(f"--fps {args.fps}: expected a number of frames per second, or keep")
     sizes = tuple(map(_parse_size, args.size or ()))
+    distributed.start(args.coordinator, args.num_processes, args.process_id, args.local_devices)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # clips are whole: there is nothing to save first
     cache.media(args.folder)
-    params, model = setup.load_model(args.model, dtype=args.dtype, param_dtype=args.dtype)
+    model = weights.model_config(args.model, components=cache.ENCODERS)
     plan = model.sampling
     frames = tuple(sorted(set(args.frames or (plan.frames, 1))))
     settings = cache.Settings(frames, sizes or ((plan.height, plan.width),), fps)
-    outcomes = cache.build(args.folder, args.out, settings, params, model)
-    print(cache.table(outcomes))
-    if fps is None:
-        print(f"every frame is kept: the model plays them at {plan.fps} fps, whatever they were")
+    cache.check(settings, model)
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    params, model = setup.load_model(
+        args.model, dtype=dtype, param_dtype=dtype, components=cache.ENCODERS
+    )
+    outcomes = cache.build(args.folder, args.out, settings, params, model, args.model)
+    if jax.process_index() == 0:
+        print(cache.table(outcomes))
+        if fps is None:
+            rate = f"the model plays them at {plan.fps} fps, whatever they were"
+            print(f"every frame is kept: {rate}")
     if not any(outcome.bucket for outcome in outcomes):
         raise ValueError(f"no file of {args.folder} could be used; the reasons are above")
 

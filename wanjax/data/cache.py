@@ -1,13 +1,14 @@
 """Encode a folder of captioned videos and images to latents and text rows, once, on disk.
 
-    cache/cache.json          model, fingerprints of its encoders, settings: the same for all clips
+    cache/cache.json          model, digests of its encoders, settings: the same for all clips
           clips/<key>.safetensors   latents [T,H,W,C], text [S,E], and for image-to-video models
                                     first [T,H,W,C] and image [S',E']; caption and source in its
                                     header
           report.json         the outcome for every file of the folder, with the reason
 
 A key is a digest of the file's bytes, the caption, the settings and the encoders. A clip is written
-whole or not at all, so an interrupted run can simply be started again.
+whole or not at all, so an interrupted run can simply be started again. Several processes share the
+folder: each encodes every n-th file on its own device, and process 0 brings the outcomes together.
 
 Dims: T latent frames  H W latent height/width  C channels  S text rows  E text width
 """
@@ -30,12 +31,13 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from wanjax import trees
+from convert import digest
 from wanjax.data import text, video
 from wanjax.models import condition, presets, umt5, vae
-from wanjax.parallel import sharding
+from wanjax.parallel import distributed, sharding
 
-FORMAT = 1
+FORMAT = 2  # 1 knew encoders by a few numbers of each leaf
+ENCODERS = ("vae", "text_encoder", "image_encoder")  # components that a cache is made with
 _AHEAD = 2  # files decoded while one is encoded
 _SLOWER = 0.9  # a source below this share of the requested frame rate would repeat frames
 
@@ -61,38 +63,31 @@ class Outcome:
     seconds: float = 0.0
 
 
-def build(folder, out, settings: Settings, params: dict, model: presets.ModelConfig):
-    """Cache every captioned file below `folder` in `out`; returns [Outcome].
+def build(folder, out, settings: Settings, params: dict, model: presets.ModelConfig, path):
+    """Cache every captioned file below `folder` in `out`; returns [Outcome] of all of them.
 
-    Raises ValueError before any work for settings that the model cannot take, a folder without
-    media, or an `out` that holds something else.
+    params: ENCODERS of the model, read from the checkpoint at `path`. All processes call it
+    together. Raises ValueError before any work for settings that the model cannot take, a folder
+    without media, or an `out` that holds something else.
     """
-    folder, out = pathlib.Path(folder), pathlib.Path(out)
+    folder, out, first = pathlib.Path(folder), pathlib.Path(out), jax.process_index() == 0
     check(settings, model)
-    files = media(folder)
-    identity = _claim(out, settings, params, model)
-    encode = _encoder(params, model)
-    outcomes: list[Outcome] = []
-    keys: set[str] = set()
-    started, work, shown = time.monotonic(), 0, 0.0
-    for file, prepared in _prepared(files, folder, settings, identity, out):
-        outcome = prepared if isinstance(prepared, Outcome) else prepared[0]
-        if outcome.key in keys:
-            outcome = Outcome(outcome.file, reason="the same file and caption as another")
-        elif not isinstance(prepared, Outcome):
-            outcome = _store(encode, out, folder, *prepared)
-            work += 1
-        outcomes.append(outcome)
-        keys |= {outcome.key} - {""}
-        done, now = len(outcomes), time.monotonic()
-        if now - shown > 5 or done == len(files):
-            shown, rate = now, work / max(now - started, 1e-9)
-            left = f"{(len(files) - done) / rate / 60:.1f} min" if work else "-"
-            what = outcome.bucket or outcome.reason
-            name = file.relative_to(folder).as_posix()
-            print(f"cache    {done}/{len(files)}  ETA {left}  {name}: {what}", flush=True)
-    _forget(out, folder, keys)
-    _write(out / "report.json", json.dumps([asdict(o) for o in outcomes], indent=1).encode())
+    files = distributed.everywhere(lambda: media(folder))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    identity = distributed.everywhere(lambda: identify(path, model))
+    identity |= json.loads(json.dumps(asdict(settings)))
+    distributed.agree({"cache": identity, "files": distributed.fingerprint(names)})
+    distributed.everywhere(lambda: _claim(out, identity, model) if first else None)
+    distributed.everywhere(lambda: _check_shared(out))
+    mine = slice(jax.process_index(), None, jax.process_count())
+    outcomes = _encode(files[mine], folder, out, settings, identity, _encoder(params, model))
+    outcomes = _together(out, names, outcomes)
+
+    def finish():
+        _forget(out, folder, {o.key for o in outcomes})
+        _write(out / "report.json", json.dumps([asdict(o) for o in outcomes], indent=1).encode())
+
+    distributed.everywhere(finish if first else lambda: None)
     return outcomes
 
 
@@ -136,29 +131,25 @@ def check(settings: Settings, model: presets.ModelConfig) -> None:
             )
 
 
-def fingerprint(tree) -> str:
-    """Digest of a parameter tree from a row of each leaf, rounded to bfloat16: the same for one
-    set of weights in any dtype and on any mesh."""
-    leaves = trees.flatten(tree)
-
-    def row(a):
-        return a[(0,) * (a.ndim - 1)][:256].astype(jnp.bfloat16).astype(jnp.float32)
-
-    rows = jax.jit(lambda leaves: jnp.concatenate([row(a) for a in leaves]))
-    data = sharding.fetch(rows([leaf for _, leaf in sorted(leaves.items())]))
-    shapes = json.dumps([[path, leaf.shape] for path, leaf in sorted(leaves.items())])
-    return hashlib.sha256(shapes.encode() + data.tobytes()).hexdigest()[:16]
-
-
-def identify(params: dict, model: presets.ModelConfig) -> dict:
-    """What all clips of a cache share besides the settings, as JSON."""
-    parts = ("vae", "text_encoder", "image_encoder")[: 3 if model.image else 2]
+def identify(path, model: presets.ModelConfig) -> dict:
+    """What all clips of a cache share besides the settings, as JSON; path: of the checkpoint."""
     return {
         "latent_channels": model.vae.z_dim,
         "text_length": model.wan.text_len,
         "image_to_video": condition.kind(model) == "latents",
-        **{part: fingerprint(params[part]) for part in parts},
+        **{part: digest.component(path, part) for part in ENCODERS[: 3 if model.image else 2]},
     }
+
+
+def read_identity(out) -> dict:
+    """What the clips of the cache at `out` share; ValueError for a cache of another format."""
+    facts = json.loads((pathlib.Path(out) / "cache.json").read_text(encoding="utf-8"))
+    if facts.get("format") != FORMAT:
+        raise ValueError(
+            f"{out} is a cache of format {facts.get('format')}, this version reads {FORMAT}; run "
+            "python -m wanjax.data cache again with another --out"
+        )
+    return facts["identity"]
 
 
 def header(path) -> dict:
@@ -185,6 +176,54 @@ def table(outcomes: list[Outcome]) -> str:
         names = ", ".join(o.file for o in group[:3]) + (", …" if len(group) > 3 else "")
         rows.append(f"  {reason}: {len(group)} ({names})")
     return "\n".join(rows)
+
+
+def _encode(files, folder, out, settings: Settings, identity: dict, encode) -> list[Outcome]:
+    """Encode the files that are not in the cache yet, and say how far it is."""
+    outcomes: list[Outcome] = []
+    keys: set[str] = set()
+    started, work, shown = time.monotonic(), 0, 0.0
+    for file, prepared in _prepared(files, folder, settings, identity, out):
+        outcome = prepared if isinstance(prepared, Outcome) else prepared[0]
+        if outcome.key in keys:
+            outcome = _twin(outcome)
+        elif not isinstance(prepared, Outcome):
+            outcome = _store(encode, out, folder, *prepared)
+            work += 1
+        outcomes.append(outcome)
+        keys |= {outcome.key} - {""}
+        done, now = len(outcomes), time.monotonic()
+        if now - shown > 5 or done == len(files):
+            shown, rate = now, work / max(now - started, 1e-9)
+            left = f"{(len(files) - done) / rate / 60:.1f} min" if work else "-"
+            what = outcome.bucket or outcome.reason
+            name = file.relative_to(folder).as_posix()
+            print(f"cache    {done}/{len(files)}  ETA {left}  {name}: {what}", flush=True)
+    return outcomes
+
+
+def _together(out, names, outcomes: list[Outcome]) -> list[Outcome]:
+    """Outcomes of all processes in the order of the files, the first of equal clips used."""
+    count = jax.process_count()
+    if count > 1:
+        parts = [out / f".outcomes-{i}.json" for i in range(count)]
+        mine = parts[jax.process_index()]
+        _write(mine, json.dumps([asdict(o) for o in outcomes]).encode())
+        while not all(part.is_file() for part in parts):  # collectives would not wait for hours
+            time.sleep(0.5)
+        outcomes = [Outcome(**row) for part in parts for row in json.loads(part.read_bytes())]
+        distributed.everywhere(lambda: None)  # all have read them
+        mine.unlink()
+    by_name, keys, found = {o.file: o for o in outcomes}, {""}, []
+    for outcome in (by_name[name] for name in names):
+        again = outcome.bucket and outcome.key in keys
+        found.append(_twin(outcome) if again else outcome)
+        keys.add(outcome.key)
+    return found
+
+
+def _twin(outcome: Outcome) -> Outcome:
+    return Outcome(outcome.file, reason="the same file and caption as another")
 
 
 def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
@@ -286,7 +325,7 @@ def _encoder(params: dict, model: presets.ModelConfig):
         rows.clear()  # captions rarely repeat
         length = model.wan.text_len
         text.encode_prompts(read_text, tokenizer, [caption], length=length, batch=1, cache=rows)
-        found = pixels({k: v for k, v in params.items() if k not in model.experts}, frames_THWC)
+        found = pixels(params, frames_THWC)
         arrays = {name: sharding.fetch(a) for name, a in found.items()}
         return arrays | {"text": rows[caption].astype(np.float32)}
 
@@ -307,13 +346,12 @@ def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
     return outcome
 
 
-def _claim(out, settings: Settings, params, model) -> dict:
-    """Claim `out` for these settings and encoders; returns what identifies both."""
-    identity = identify(params, model) | json.loads(json.dumps(asdict(settings)))
+def _claim(out, identity: dict, model: presets.ModelConfig) -> None:
+    """Claim `out` for the encoders and settings of `identity`."""
     file = out / "cache.json"
     if file.is_file():
-        old = json.loads(file.read_text(encoding="utf-8"))
-        pairs = {k: (old["identity"].get(k), value) for k, value in identity.items()}
+        old = read_identity(out)
+        pairs = {k: (old.get(k), value) for k, value in identity.items()}
         changed = ", ".join(f"{k} {a} -> {b}" for k, (a, b) in pairs.items() if a != b)
         if changed:
             raise ValueError(
@@ -322,11 +360,18 @@ def _claim(out, settings: Settings, params, model) -> dict:
     elif out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no cache; choose another --out")
     (out / "clips").mkdir(parents=True, exist_ok=True)
-    for part in (out / "clips").glob(".*.tmp"):  # left by an interrupted run
+    for part in (*out.rglob(".*.tmp"), *out.glob(".outcomes-*.json")):  # of an interrupted run
         part.unlink()
     facts = {"format": FORMAT, "model": model.name, "identity": identity}
     _write(file, json.dumps(facts, indent=1).encode())
-    return identity
+
+
+def _check_shared(out) -> None:
+    if not (out / "cache.json").is_file():
+        raise ValueError(
+            f"{out} is not the folder in which process 0 began the cache; set --out to one that "
+            "all processes share"
+        )
 
 
 def _forget(out, folder, keys) -> None:
@@ -339,6 +384,6 @@ def _forget(out, folder, keys) -> None:
 
 def _write(path, data: bytes) -> None:
     """Write a file whole or not at all."""
-    tmp = path.with_name(f".{path.name}.tmp")
+    tmp = path.with_name(f".{path.name}.{jax.process_index()}.tmp")  # two may write equal clips
     tmp.write_bytes(data)
     os.replace(tmp, path)

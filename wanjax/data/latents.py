@@ -7,6 +7,10 @@ permutations (grain's shuffle). So the batch of a step is a function of (clips, 
 and the cursor of a run is the step, whatever the number of hosts; every host knows all texts and
 reads the latents of its own rows only.
 
+A row of a parquet file is had by decoding its whole row group. So clips of parquet files come row
+group by row group instead: each time over, the groups and the clips of each are in a fresh order,
+and a shape has its turn as soon as a batch of its clips has come together.
+
 Clips are held out by a digest of their content, so a clip stays on its side when others are added.
 
 FastVideo's columns are {vae_latent, text_embedding, first_frame_latent, clip_feature}_{bytes,
@@ -32,6 +36,7 @@ import numpy as np
 import safetensors
 from jax.sharding import NamedSharding
 
+from convert import digest
 from wanjax.data import Item, cache, prompts, text
 from wanjax.models import condition, presets, vae
 from wanjax.parallel import sharding
@@ -74,11 +79,12 @@ class Source:
 def read(path) -> Source:
     """Read the headers of a cache (see wanjax.data.cache) or of all parquet files below a folder.
 
-    Raises ValueError naming a missing folder, a damaged file or a column that is not as expected.
+    Raises ValueError naming a missing folder, a cache of another format, a damaged file or a column
+    that is not as expected.
     """
     path = pathlib.Path(path)
     if (path / "cache.json").is_file():
-        identity = json.loads((path / "cache.json").read_text(encoding="utf-8"))["identity"]
+        identity = cache.read_identity(path)
         files = sorted((path / "clips").glob("*.safetensors"))
         with futures.ThreadPoolExecutor(16) as pool:  # waits for disks, not for CPUs
             clips = list(pool.map(_of_cache, files))
@@ -99,6 +105,26 @@ def buckets(clips) -> dict[Shape | None, list[Clip]]:
     for clip in sorted(clips, key=lambda clip: clip.shape or ()):
         found.setdefault(clip.shape, []).append(clip)
     return found
+
+
+def by_row_groups(clips, batch: int, seed) -> list[list[Clip]]:
+    """Every clip once, row group by row group, in batches of one shape.
+
+    The last batch of a shape is filled up with those before, or repeats the few there are.
+    """
+    groups: dict[tuple, list[Clip]] = {}
+    for clip in clips:
+        groups.setdefault((clip.file, clip.group), []).append(clip)
+    rng, together, batches = np.random.default_rng(seed), {}, []
+    held = list(groups.values())
+    for group in (held[i] for i in rng.permutation(len(held))):
+        for clip in (group[i] for i in rng.permutation(len(group))):
+            drawn = together.setdefault(clip.shape, [])
+            drawn.append(clip)
+            if len(drawn) % batch == 0:
+                batches.append(drawn[-batch:])
+    rest = (drawn[-batch:] for drawn in together.values() if len(drawn) % batch)
+    return batches + [(drawn * batch)[-batch:] for drawn in rest]
 
 
 def load(clip: Clip, names, code: vae.VAEConfig) -> dict[str, np.ndarray]:
@@ -162,6 +188,8 @@ class LatentStream:
         groups = list(self._groups.values())
         turns = [math.ceil(len(group) / self.batch) for group in groups]
         epoch, turn = divmod(step, sum(turns))
+        if self.clips[0].group is not None:
+            return self._by_row_groups(epoch)[turn]
         order = np.repeat(np.arange(len(groups)), turns)
         order = np.random.default_rng((self.seed, epoch)).permutation(order)
         which = order[turn]
@@ -213,14 +241,21 @@ class LatentStream:
         found = {"step": step, "batch": self.batch, "seed": self.seed}
         return found | {"clips": len(self.clips), "digest": _digest(self.clips)}
 
-    def resume(self, state: dict) -> int:
-        """Return the next step of a saved state; ValueError if it is of a different stream."""
-        expected = self.state(state["step"])
-        return prompts.next_step(state, expected, "clips", "config.data and the folder it names")
+    def resume(self, state: dict, allow: bool = False) -> int:
+        """Return the next step of a saved state; ValueError if it is of a different stream, unless
+        `allow`."""
+        restore = "config.data and the folder it names"
+        return prompts.next_step(state, self.state(state["step"]), "clips", restore, allow)
 
     @functools.cached_property
     def _groups(self):
         return buckets(self.clips)
+
+    @functools.cached_property
+    def _by_row_groups(self):
+        """Batches of an epoch of parquet files; the batch of a step and the next may be of two."""
+        draw = lambda epoch: by_row_groups(self.clips, self.batch, (self.seed, epoch))
+        return functools.lru_cache(maxsize=2)(draw)
 
     def _read(self, clips, names) -> list[dict]:
         """Text of every clip, and the named arrays of those this process holds."""
@@ -317,10 +352,12 @@ def _check(source: Source, model: presets.ModelConfig) -> None:
                 )
 
 
-def check_encoders(source: Source, params: dict) -> None:
-    """Raise ValueError when a cache was made by a VAE or text encoder other than the model's."""
-    for part in ("vae", "text_encoder"):
-        if part in source.identity and source.identity[part] != cache.fingerprint(params[part]):
+def check_encoders(source: Source, path) -> None:
+    """Raise ValueError when a cache was made by encoders other than those of the checkpoint at
+    `path`; their bytes are compared, not loaded."""
+    for part in cache.ENCODERS:
+        made = source.identity.get(part)
+        if made is not None and made != digest.component(path, part):
             raise ValueError(
                 f"the cache {source.path} was made by a different {part.replace('_', ' ')} from "
                 "that of config.model.path; cache the clips again with this model"
@@ -374,18 +411,26 @@ def _channels_last(shape) -> Shape | None:
     return (*shape[1:], shape[0]) if shape else None
 
 
-@functools.lru_cache(maxsize=2)  # rows of a group are drawn in any order, so it is read whole
-def _row_group(file, group: int, columns: tuple[str, ...]):
-    return _pyarrow().ParquetFile(file).read_row_group(group, columns=list(columns))
+@functools.lru_cache(maxsize=2)  # a batch may lie across the border of two
+def _row_group(file, group: int) -> dict[str, Any]:
+    """{column: its table} of a row group, filled as columns are asked for."""
+    del file, group
+    return {}
+
+
+def _read_columns(file, group: int, names: list[str]):
+    return _pyarrow().ParquetFile(file).read_row_group(group, columns=names)
 
 
 def _load_parquet(clip: Clip, names, code: vae.VAEConfig) -> dict[str, np.ndarray]:
     assert clip.group is not None
     found = {}
     for name in names:
-        column = _COLUMNS[name]
-        columns = tuple(f"{column}_{part}" for part in ("bytes", "shape", "dtype"))
-        row = _row_group(clip.file, clip.group, columns).slice(clip.row, 1).to_pylist()[0]
+        columns = [f"{_COLUMNS[name]}_{part}" for part in ("bytes", "shape", "dtype")]
+        held = _row_group(clip.file, clip.group)
+        if name not in held:
+            held[name] = _read_columns(clip.file, clip.group, columns)
+        row = held[name].slice(clip.row, 1).to_pylist()[0]
         array = _array(*(row[key] for key in columns), where=_where(clip))
         if name in ("latents", "first"):
             array = np.moveaxis(array, 0, -1)

@@ -6,26 +6,29 @@ one integer, the step, whatever the number of hosts; the number of samples per p
 size) is up to the algorithm.
 """
 
-import pathlib
 import zlib
 from dataclasses import dataclass
 
 import grain
 import numpy as np
 
+from wanjax import paths
+
 
 def load_prompts(path) -> tuple[str, ...]:
     """Read a UTF-8 text file with one prompt per line; lines that start with # are comments.
 
-    Blank lines are skipped with a notice. Raises ValueError for a file without any prompt.
+    path: as `paths.resolve` takes it. Blank lines are skipped with a notice. Raises ValueError for
+    a file without any prompt.
     """
-    path = pathlib.Path(path)
+    path = paths.resolve(path)
     if not path.is_file():
         raise ValueError(
             f"no prompts file at {path}; config.prompts and eval.prompts take text files"
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
@@ -56,32 +59,49 @@ class PromptStream:
 
     def indices(self, step: int) -> np.ndarray:
         """Return the [batch] indices into `prompts` of a step."""
+        return self._order(step * self.batch, (step + 1) * self.batch)
+
+    def _order(self, first: int, stop: int) -> np.ndarray:
         order = grain.MapDataset.range(len(self.prompts)).seed(self.seed).shuffle().repeat()
-        first = step * self.batch
-        return np.array([order[i] for i in range(first, first + self.batch)], np.int64)
+        return np.array([order[i] for i in range(first, stop)], np.int64)
 
     def at(self, step: int) -> list[str]:
         """Return the prompts of a step."""
         return [self.prompts[i] for i in self.indices(step)]
+
+    def within(self, steps: int) -> list[str]:
+        """The different prompts of the first steps of a run."""
+        if steps * self.batch >= len(self.prompts):
+            return list(dict.fromkeys(self.prompts))
+        return list(dict.fromkeys(self.prompts[i] for i in self._order(0, steps * self.batch)))
 
     def state(self, step: int) -> dict[str, int]:
         """Return what a checkpoint must hold (JSON) to continue with `step` as the next step."""
         digest = zlib.crc32("\n".join(self.prompts).encode())
         return {"step": step, "batch": self.batch, "seed": self.seed, "prompts_crc32": digest}
 
-    def resume(self, state: dict[str, int]) -> int:
-        """Return the next step of a saved state; ValueError if it is of a different stream."""
-        expected = self.state(state["step"])
-        return next_step(state, expected, "prompts", "the prompts file and the prompts per step")
+    def resume(self, state: dict[str, int], allow: bool = False) -> int:
+        """Return the next step of a saved state; ValueError if it is of a different stream, unless
+        `allow`."""
+        restore = "the prompts file and the prompts per step"
+        return next_step(state, self.state(state["step"]), "prompts", restore, allow)
 
 
-def next_step(state: dict, expected: dict, what: str, restore: str) -> int:
-    """Return the step of a saved stream state; ValueError if it differs from the expected one."""
-    changed = [key for key in expected if state.get(key) != expected[key]]
-    if changed:
-        listed = ", ".join(f"{key} {state.get(key)} -> {expected[key]}" for key in changed)
+def next_step(state: dict, expected: dict, what: str, restore: str, allow: bool) -> int:
+    """Return the step of a saved stream state; ValueError if it differs from the expected one,
+    unless `allow`."""
+    changed = differences(state, expected)
+    if changed and not allow:
+        listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
         raise ValueError(
             f"the {what} of this run have changed since its checkpoint ({listed}); restore "
-            f"{restore}, or choose another run name"
+            f"{restore}, choose another config.name, or let the result change from here on with "
+            "--config.allow_changes=True"
         )
     return state["step"]
+
+
+def differences(state: dict, expected: dict) -> dict[str, tuple]:
+    """{key: (saved, expected)} of what differs between two stream states."""
+    pairs = {key: (state.get(key), value) for key, value in expected.items()}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}

@@ -10,10 +10,16 @@ instead of carrying 512 rows.
 B prompts  S text tokens  E text width
 """
 
+import collections
+import collections.abc
 import functools
+import hashlib
 import html
+import os
 import pathlib
 import re
+import time
+import zlib
 
 import ftfy
 import jax
@@ -21,11 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from wanjax import paths
 from wanjax.models import presets, umt5
-from wanjax.parallel import sharding
+from wanjax.parallel import distributed, sharding
 
 LENGTH = 512  # every Wan model was trained with it; diffusers' encode_prompt defaults to 226
 _BUCKET = 32  # contexts are multiples of this many rows, so that few shapes are compiled
+_PART = 64  # prompts encoded between two looks at the clock
 
 
 def clean(prompt: str) -> str:
@@ -41,14 +49,14 @@ def load_tokenizer(folder) -> tokenizers.Tokenizer:
     outside the vocabulary (emoji, rare scripts) then become <unk> instead of the bytes that the
     model was trained on. Raises ValueError for a missing, unreadable or foreign file.
     """
-    path = pathlib.Path(folder) / "tokenizer.json"
+    path = paths.resolve(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
             f"no tokenizer at {path}; expected the tokenizer folder of a Wan model in diffusers "
             "layout (google/umt5-xxl in the original one); set model.path to a complete download"
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} is not a tokenizer file ({error}); download it again") from None
     tokenizer.no_padding()
@@ -119,28 +127,116 @@ def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=8, cache=
     return ctx_BSE
 
 
-def make_encoder(model: presets.ModelConfig, params: dict, prompts):
-    """A function list of prompts -> ctx_PSE (numpy float32) by the model's own tokenizer and text
-    encoder.
+class Encoder:
+    """Prompts -> ctx_PSE (numpy, in the encoder's dtype) by a model's own tokenizer and encoder.
 
-    prompts: all that will be asked for; the longest one sets S, so that everything compiles once.
-    Encodings are cached.
+    Every prompt is encoded once; several processes call `fill` and the encoder together.
     """
-    tokenizer, length = load_tokenizer(model.tokenizer), model.wan.text_len
-    _, mask = tokenize(tokenizer, list(dict.fromkeys(prompts)), length)
-    S = bucket(int(mask.sum(1).max()), length)
-    run = jax.jit(functools.partial(umt5.encode, config=model.text))
-    cache: dict = {}
 
-    def encode_rows(ids_BS, mask_BS):
-        return sharding.fetch(run(params["text_encoder"], ids_BS, mask_BS))
+    def __init__(self, model: presets.ModelConfig, prompts, params=None, rows=None):
+        """prompts: all that will be asked for; the longest one sets S, so that everything compiles
+        once. params: of the text encoder; None where `rows` has all. rows: a mapping prompt ->
+        rows to fill and read, such as Folder."""
+        self.params, self.rows = params, {} if rows is None else rows
+        self._tokenizer, self._length = load_tokenizer(model.tokenizer), model.wan.text_len
+        _, mask_BS = tokenize(self._tokenizer, list(dict.fromkeys(prompts)), self._length)
+        self._rows = bucket(int(mask_BS.sum(1).max()), self._length)
+        self._run = jax.jit(functools.partial(umt5.encode, config=model.text))
 
-    def encode(prompts):
-        ctx_PSE = encode_prompts(encode_rows, tokenizer, prompts, length=length, cache=cache)
-        ctx_PSE = np.pad(ctx_PSE, ((0, 0), (0, S - ctx_PSE.shape[1]), (0, 0)))
-        return ctx_PSE.astype(np.float32)
+    def missing(self, prompts) -> list[str]:
+        """Those of the prompts that a process of this run has no rows of, shortest first."""
+        prompts = list(dict.fromkeys(prompts))
+        lacking = "".join(str(int(prompt not in self.rows)) for prompt in prompts)
+        found = distributed.gather(lacking) if jax.process_count() > 1 else [lacking]
+        needed = [p for p, *bits in zip(prompts, *found, strict=True) if "1" in bits]
+        return sorted(needed, key=len)
 
-    return encode
+    def fill(self, prompts) -> None:
+        """Encode what is missing, with a line about the progress every few seconds."""
+        needed, started, shown = self.missing(prompts), time.monotonic(), time.monotonic()
+        for first in range(0, len(needed), _PART):
+            part: dict = {}
+            encode_prompts(
+                self._encode, self._tokenizer, needed[first : first + _PART],
+                length=self._length, cache=part,
+            )  # fmt: skip
+            self.rows.update(part)
+            done, now = min(first + _PART, len(needed)), time.monotonic()
+            if now - shown > 5 and jax.process_index() == 0:
+                left = (len(needed) - done) * (now - started) / done / 60
+                print(f"prompts  {done}/{len(needed)} encoded  ETA {left:.1f} min", flush=True)
+                shown = now
+
+    def __call__(self, prompts):
+        if self.params is not None:
+            self.fill(prompts)
+        ctx_PSE = encode_prompts(self._encode, self._tokenizer, prompts, cache=self.rows)
+        return np.pad(ctx_PSE, ((0, 0), (0, self._rows - ctx_PSE.shape[1]), (0, 0)))
+
+    def _encode(self, ids_BS, mask_BS):
+        return sharding.fetch(self._run(sharding.to_device(self.params), ids_BS, mask_BS))
+
+
+class Folder(collections.abc.MutableMapping):
+    """Prompt -> text rows [s, E] in files of a folder that belongs to one encoder and dtype; runs
+    share it. The rows that were used last are also in memory, `memory` bytes of them.
+
+    A file holds the crc32 of the rows, then the rows; one that is damaged counts as absent.
+    """
+
+    def __init__(self, folder, width: int, dtype, memory: int = 1 << 28):
+        self._folder, self._width, self._dtype = pathlib.Path(folder), width, np.dtype(dtype)
+        self._recent: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._memory, self._held = memory, 0
+
+    def __getitem__(self, prompt: str) -> np.ndarray:
+        if prompt in self._recent:
+            self._recent.move_to_end(prompt)
+            return self._recent[prompt]
+        try:
+            data = self._file(prompt).read_bytes()
+        except OSError:
+            raise KeyError(prompt) from None
+        body = data[4:]
+        whole = body and len(body) % (self._width * self._dtype.itemsize) == 0
+        if not whole or zlib.crc32(body).to_bytes(4) != data[:4]:
+            raise KeyError(prompt)
+        row_SE = np.frombuffer(body, self._dtype).reshape(-1, self._width)
+        self._remember(prompt, row_SE)
+        return row_SE
+
+    def __setitem__(self, prompt: str, row_SE) -> None:
+        file, body = self._file(prompt), np.ascontiguousarray(row_SE, self._dtype).tobytes()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.{os.getpid()}")  # processes may share the folder
+        part.write_bytes(zlib.crc32(body).to_bytes(4) + body)
+        os.replace(part, file)
+
+    def __contains__(self, prompt) -> bool:
+        try:
+            return bool(len(self[prompt]))
+        except KeyError:
+            return False
+
+    def __delitem__(self, prompt: str) -> None:
+        self._file(prompt).unlink()
+        self._held -= self._recent.pop(prompt, np.zeros(0)).nbytes
+
+    def __iter__(self):
+        raise TypeError("files are named by digests: prompts cannot be listed")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._folder.glob("??/*"))
+
+    def _file(self, prompt: str) -> pathlib.Path:
+        name = hashlib.sha256(prompt.encode()).hexdigest()[:40]
+        return self._folder / name[:2] / name
+
+    def _remember(self, prompt: str, row_SE) -> None:
+        self._recent[prompt] = row_SE
+        self._held += row_SE.nbytes
+        while self._held > self._memory and len(self._recent) > 1:
+            self._held -= self._recent.popitem(last=False)[1].nbytes
 
 
 def align(*ctx):

@@ -21,6 +21,8 @@ import imageio_ffmpeg
 import numpy as np
 from PIL import Image
 
+from wanjax import paths
+
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEOS = (".mp4", ".mkv", ".mov", ".webm", ".avi", ".m4v", ".gif")
 _COLUMNS = 6  # frames of a video in a grid
@@ -103,6 +105,7 @@ def probe(path) -> dict:
 
 def read_image(path) -> np.ndarray:
     """An image file as one frame [H, W, 3], turned upright; ValueError if it is not an image."""
+    path = paths.local(path)
     try:
         frame = iio.imread(path, plugin="pillow", mode="RGB", rotate=True)
     except (OSError, SyntaxError, ValueError) as error:

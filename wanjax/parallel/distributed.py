@@ -13,6 +13,7 @@ a wrong config.
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -39,6 +40,11 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _GREETING = "wanjax-roll-call"
 _LOOPBACK = ("localhost", "127.0.0.1")
 _stop_asked = False  # a single process got SIGTERM
+_calls = itertools.count()  # of `preempted`
+
+
+class Stopped(Exception):
+    """The run was asked to stop while a step was being collected, which has changed no state."""
 
 
 class NeedsRestart(RuntimeError):
@@ -69,6 +75,7 @@ def start(coordinator="", num_processes=None, process_id=None, local_devices="")
     devices = jax.config.values["jax_num_cpu_devices"]
     if devices > 1:
         os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # number of XLA:CPU's threads
+    claim_memory()
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
     if not place.coordinator:
         signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax handles it
@@ -94,6 +101,13 @@ def start(coordinator="", num_processes=None, process_id=None, local_devices="")
         flush=True,
     )
     return place
+
+
+def claim_memory() -> None:
+    """Let XLA have 92 % of a GPU's memory instead of 75 %, unless the user has said; call before
+    any use of devices. The rest is for kernels and libraries with memory of their own."""
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.92"
 
 
 def locate(
@@ -216,12 +230,18 @@ def gather(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def preempted(step: int) -> bool:
-    """Whether to save and stop after `step`, as one process got SIGTERM. True on all processes at
-    the same step; each calls it once per step."""
+def preempted() -> bool:
+    """Whether to save and stop now, as one process got SIGTERM. True on all processes at the same
+    call; each calls it the same number of times."""
     if jax.process_count() > 1:
-        return bool(multihost_utils.reached_preemption_sync_point(step))
+        return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
     return _stop_asked
+
+
+def check_stop() -> None:
+    """Raise Stopped where `preempted`; for places inside a step where no state has changed."""
+    if preempted():
+        raise Stopped
 
 
 def leave(code: int, message: str) -> NoReturn:

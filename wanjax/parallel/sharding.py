@@ -87,11 +87,46 @@ def constrain(x, *logical: str | None):
     return jax.lax.with_sharding_constraint(x, spec(*logical))
 
 
+def split_rows(function, whole, x):
+    """function(whole, x) with the rows of x divided among all devices of the mesh in use, whatever
+    their axes; `whole` is on each of them.
+
+    x gets zero rows up to a multiple of the devices, and so has the result.
+    """
+    ways = math.prod(mesh_shape().values())
+    if ways <= 1:
+        return function(whole, x)
+    x = jax.numpy.pad(x, [(0, -len(x) % ways)] + [(0, 0)] * (x.ndim - 1))
+    split = jax.shard_map(function, in_specs=(P(), P(AXES)), out_specs=P(AXES), check_vma=False)
+    return split(whole, x)
+
+
 def fetch(x) -> np.ndarray:
     """The whole array on every host, even when its shards are spread over several."""
     if jax.process_count() == 1 or not isinstance(x, jax.Array) or x.is_fully_addressable:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def own_rows(x, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers, values) of those of the first `count` rows that this process is to deal with: a row
+    belongs to the first device that holds it, so each has exactly one process. Nothing travels."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable and jax.process_count() == 1:
+        return np.arange(count), np.asarray(x)[:count]
+    where = x.sharding.devices_indices_map(x.shape)
+    owner: dict = {}
+    for device in sorted(where, key=lambda device: device.id):
+        for row in range(count)[where[device][0]]:
+            owner.setdefault(row, device)
+    mine, numbers, values = jax.process_index(), [], []
+    for shard in sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0):
+        first = shard.index[0].start or 0
+        rows = [row for row in range(count)[shard.index[0]] if owner[row] == shard.device]
+        if rows and shard.device.process_index == mine:
+            numbers += rows
+            values.append(np.asarray(shard.data)[np.array(rows) - first])
+    shape = (0, *x.shape[1:])
+    return np.array(numbers, int), np.concatenate(values) if values else np.zeros(shape, x.dtype)
 
 
 def to_host(tree):

@@ -83,7 +83,8 @@ def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
     "video/saturation", the share of values that are 0 or 255.
     deadline: seconds that one reward may take per call.
     The function raises RewardError for a reward that takes longer, gives the wrong number of
-    scores, or leaves the range of a built-in one; NaN passes.
+    scores, or leaves the range of a built-in one; NaN passes. It has the attribute `once` where
+    one of the rewards has it: see `run`.
     """
     functions = {name: find(name) for name in names}
     labels = _labels(functions)
@@ -108,29 +109,37 @@ def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
                 info["success"] = info[f"reward/{label}/strict"]
         return scores, info | _looks(video_BTHWC)
 
+    score.once = any(getattr(function, "once", False) for function in functions.values())
     return score
 
 
 def run(videos, texts, reward: Callable, names, *, failure: str = "stop"):
     """Score batches of videos in order; returns (scores {name: [B]}, info {name: [B]}).
 
-    videos: device arrays [b, ...] whose lengths add up to len(texts); each is fetched when its turn
-    comes, while the previous batch is scored in a thread of its own.
-    Process 0 scores and sends the results to the others, so that all have the same numbers.
-    A batch whose reward raises stops the run with RewardError, or with failure="skip" gets NaN.
+    videos: (array [b', ...], how many of its first rows count), the counts adding up to len(texts);
+    each is fetched when its turn comes, while the previous batch is scored in a thread of its own.
+    A process scores the rows that its own devices hold, and only the results travel, so that all
+    have the same numbers. A reward with the attribute `once` (one judge with a quota) is called by
+    process 0 alone, with the videos of all. A batch whose reward raises stops the run with
+    RewardError, or with failure="skip" gets NaN.
     """
     if failure not in FAILURE:
         raise ValueError(f"config.reward_failure is {failure!r}; expected one of {FAILURE}")
-    scored, first = [], 0
-    for batch in videos:
-        frames = sharding.fetch(batch)  # by all processes, also after a failure
-        part = slice(first, first := first + len(frames))
+    scored, first, once = [], 0, getattr(reward, "once", False)
+    for video, count in videos:
+        if once:
+            frames = sharding.fetch(video)[:count]  # by all processes, also after a failure
+            rows = np.arange(count if jax.process_index() == 0 else 0)
+        else:
+            rows, frames = sharding.own_rows(video, count)
+        part, first = first + rows, first + count
         last = scored[-1][1].result() if scored else None
         ended = failure == "stop" and isinstance(last, Exception)
-        if jax.process_index() == 0 and not ended:
-            scored.append((part, _in_thread(_attempt, reward, frames, texts[part])))
+        if len(part) and not ended:
+            own = [texts[i] for i in part]
+            scored.append((part, _in_thread(_attempt, reward, frames, own)))
     results = [(part, future.result()) for part, future in scored]
-    return _shared(*_joined(results, names, len(texts), failure))
+    return _joined(_shared(results, failure), names, len(texts), failure)
 
 
 def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: int, failure: str):
@@ -234,37 +243,37 @@ def _attempt(reward: Callable, frames_BTHWC, texts):
         return error
 
 
-def _joined(results, names, count: int, failure: str):
-    """(scores, info, the exception that ends the run) of [(slice, result of _attempt)]."""
-    scores, info = {name: np.full(count, np.nan) for name in names}, {}
+def _shared(results, failure: str) -> list[tuple]:
+    """[(numbers of samples, scores, info, what went wrong or "")] of all processes, in order."""
+    told = []
     for part, result in results:
         if isinstance(result, Exception):
             kind = "" if isinstance(result, RewardError) else f"{type(result).__name__}: "
             said = " ".join(str(result).split())
-            line = f"samples {part.start} to {part.stop - 1}: {kind}{said}"
-            if failure == "stop":
-                error = RewardError(line)
-                error.__cause__ = result
-                return scores, info, error
-            print(f"reward: skipped {line}", flush=True)
-            continue
-        for name in names:
-            scores[name][part] = result[0][name]
-        for name, values in result[1].items():
+            line = f"samples {part[0]} to {part[-1]}: {kind}{said}"
+            if failure == "skip":
+                print(f"reward: skipped {line}", flush=True)
+            elif jax.process_count() == 1:
+                raise RewardError(line) from result
+            told.append((part.tolist(), {}, {}, line))
+        else:
+            rows = ({name: np.asarray(row).tolist() for name, row in r.items()} for r in result)
+            told.append((part.tolist(), *rows, ""))
+    if jax.process_count() == 1:
+        return told
+    return sorted(row for text in distributed.gather(json.dumps(told)) for row in json.loads(text))
+
+
+def _joined(told: list[tuple], names, count: int, failure: str):
+    """(scores, info) of what `_shared` returns; RewardError for the first failure that counts."""
+    scores, info = {name: np.full(count, np.nan) for name in names}, {}
+    for part, own_scores, own_info, line in told:
+        if line and failure == "stop":
+            raise RewardError(line)
+        for name, values in own_scores.items():
+            scores[name][part] = values
+        for name, values in own_info.items():
             info.setdefault(name, np.full(count, np.nan))[part] = values
-    return scores, info, None
-
-
-def _shared(scores, info, error):
-    """The results of process 0, on every process; raises its error on all."""
-    if jax.process_count() > 1:
-        rows = [{name: row.tolist() for name, row in rows.items()} for rows in (scores, info)]
-        mine = json.dumps([*rows, error and str(error)]) if jax.process_index() == 0 else ""
-        scores, info, line = json.loads(distributed.gather(mine)[0])
-        scores, info = ({n: np.array(row) for n, row in rows.items()} for rows in (scores, info))
-        error = error or (line and RewardError(line))
-    if error:
-        raise error
     return scores, info
 
 

@@ -7,8 +7,8 @@ With c = cos(image embedding, text embedding), in float32:
     hpsv2      c                          HPS_v2.1 (2306.09341), ViT-H/14; its own code runs under
                                           float16 autocast, this does not
 
-model: a folder with config.json and model.safetensors as transformers writes them, or one
-.safetensors file. HPS is published as a pickle only; this makes the file, once (open_clip's names
+model: a folder with config.json and model.safetensors as transformers writes them, the name of such
+a Hugging Face repository (yuvalkirstain/PickScore_v1), or one .safetensors file. HPS is published as a pickle only; this makes the file, once (open_clip's names
 are understood, and ViT-H/14 is assumed where there is no config.json):
     import torch, safetensors.torch
     weights = torch.load("HPS_v2.1_compressed.pt", weights_only=True)["state_dict"]
@@ -38,9 +38,11 @@ import safetensors
 import transformers
 from PIL import Image
 
-from wanjax import trees
+from wanjax import paths, trees
 from wanjax.models import clip
 from wanjax.rewards.frames import picker
+
+_FILES = ("config.json", "model.safetensors", "tokenizer*", "vocab.json", "merges.txt", "*_map.json")
 
 
 def pickscore(model: str, frames: str = "all", batch: int = 16, tokenizer: str = "") -> Callable:
@@ -67,7 +69,7 @@ def hpsv2(model: str, tokenizer: str, frames: str = "first", batch: int = 16) ->
 
 def load(path):
     """Read (params, clip.CLIPConfig) of a folder or file; ValueError if anything does not fit."""
-    path = pathlib.Path(path)
+    path = paths.local(paths.model(path, _FILES))
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"no CLIP weights at {file}; model is a folder with model.safetensors")
@@ -174,7 +176,7 @@ def _clean(prompt: str) -> str:
 
 def _tokenizer(folder, config: clip.CLIPConfig) -> Callable:
     """tokenize(texts) -> ids_BS int32, by the tokenizer in a folder."""
-    folder = pathlib.Path(folder)
+    folder = paths.local(paths.model(folder, _FILES))
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(f"no tokenizer.json in {folder}; set tokenizer to a CLIP model's folder")
     tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)

@@ -35,6 +35,7 @@ def http(
     deadline: float = 60.0,
     retries: int = 4,
     wait: float = 1.0,
+    once: int = 0,
 ) -> Callable:
     """The reward of a server that is already running.
 
@@ -42,6 +43,7 @@ def http(
         frames: which of them are sent, as in frames.picker.
         batch, parallel: videos per request, requests at a time.
         deadline: seconds per attempt.
+        once: 1 = of several processes only process 0 asks, for all of them.
     """
     pick, where = picker(frames), urllib.parse.urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
@@ -67,6 +69,7 @@ def http(
         info = {name: np.concatenate([info[name] for _, info in answers]) for name in names}
         return np.concatenate([scores for scores, _ in answers]), info
 
+    reward.once = bool(once)
     return reward
 
 

@@ -8,21 +8,23 @@ ratio 1, no distance to the reference or the old policy. Outside them the traine
 what the rollout did.
 """
 
-import collections
 import fnmatch
 from collections.abc import Callable, Mapping
 
 ACTIONS = ("off", "warn", "stop")
+RUNG = -1  # in place of a count, until the metric is inside its limits again
 
 
 class Collapsed(RuntimeError):
     """An alarm went off and the run must stop."""
 
 
-def watch(limits: Mapping, patience: int) -> Callable:
+def watch(limits: Mapping, patience: int, outside: dict[str, int] | None = None) -> Callable:
     """A function look(metrics of the next step) -> lines, one for each alarm that goes off now.
 
-    Raises ValueError for limits that are not an ascending pair, or a patience below 1.
+    outside: metric -> steps in a row that it has been outside its limits, or RUNG; updated in
+    place, so that a run that continues counts on. Raises ValueError for limits that are not an
+    ascending pair, or a patience below 1.
     """
     if patience < 1:
         raise ValueError(f"config.alarms.patience is {patience}; expected at least 1")
@@ -31,15 +33,19 @@ def watch(limits: Mapping, patience: int) -> Callable:
             raise ValueError(
                 f"config.alarms has {name!r}: {tuple(pair)}; expected (lowest, highest)"
             )
-    outside: dict[str, int] = collections.Counter()
+    counts = {} if outside is None else outside
 
     def look(metrics: Mapping) -> list[str]:
         lines = []
         for pattern, (low, high) in limits.items():
             for name in fnmatch.filter(metrics, pattern):
                 value = float(metrics[name])
-                outside[name] = 0 if low <= value <= high else outside[name] + 1
-                if outside[name] == patience:
+                if low <= value <= high:
+                    counts.pop(name, None)
+                elif counts.get(name) != RUNG:
+                    counts[name] = counts.get(name, 0) + 1
+                if counts.get(name, 0) >= patience:
+                    counts[name] = RUNG
                     since = f" for {patience} steps" if patience > 1 else ""
                     line = f"{name} is {value:.4g} and has been outside {low:g} to {high:g}{since}"
                     lines.append(f"{line} (config.alarms)")

@@ -96,6 +96,22 @@ def abstract(run_dir, step: int) -> dict[str, Any]:
     return {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in body["leaves"].items()}
 
 
+def read(run_dir, step: int, part: str) -> dict[str, np.ndarray]:
+    """{path below it: host array} of one part of a checkpoint, such as "trained"; {} without it.
+
+    Nothing else is read, and nothing touches a device. Raises ValueError for an unfinished folder.
+    """
+    folder = pathlib.Path(run_dir).absolute() / "checkpoints" / _name(step)
+    below = [path for path in _finished(folder)["leaves"] if path.startswith(f"{part}/")]
+    wanted = dict.fromkeys(below, ocp.RestoreArgs(restore_type=np.ndarray))
+    if not wanted:
+        return {}
+    how = ocp.args.PyTreeRestore(wanted, wanted, partial_restore=True)
+    with _orbax() as checkpointer:
+        found = checkpointer.restore(folder / "arrays", args=how)
+    return {path.removeprefix(f"{part}/"): array for path, array in found.items()}
+
+
 def prune(run_dir, keep_last: int, keep_every: int = 0, best: int | None = None) -> None:
     """Delete all but the newest `keep_last` steps, the multiples of `keep_every` (0: none) and
     `best`."""

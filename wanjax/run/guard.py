@@ -1,30 +1,95 @@
-"""The claim of a run folder: one config per run, and which of its keys may change on resuming."""
+"""The claim of a run folder: one config per run, and what of it may change when the run continues.
 
+A key of the config is of one of four kinds, by the lists below:
+
+    FREE    how long, what is written, where and in what parts: the same run but for rounding
+    MOVED   where something lies: prompts and clips are compared by their digests, weights are not
+    FIXED   what the arrays of a checkpoint are for; cannot change once there is one
+    others  change the result from here on: seed, rates, losses, sampling, precision, what is
+            evaluated. Accepted only with config.allow_changes
+
+What may change the result, and what moved, is noted in run_dir/changes.json with the step from
+which it holds. A pattern covers every key below it; an argument of a reward is
+reward.NAME?ARGUMENT.
+"""
+
+import datetime
+import fnmatch
 import json
 import pathlib
+import shutil
+import urllib.parse
 from typing import Any
 
 from wanjax import trees
 from wanjax.run import disk
 
-# Config keys (dotted; a key covers everything below it) that may differ when a run continues: how
-# long it runs, what it writes and how often, where its folder is, and what it runs on.
-VARIABLE_KEYS = ("steps", "save_every", "sample_every", "eval_every", "keep_last", "keep_every")
-VARIABLE_KEYS += ("alarms", "resume", "wandb", "project", "tensorboard", "name", "workdir", "mesh")
+_CLIP = ("pickscore", "clipscore", "hpsv2")
+FREE = (
+    # how long a run is, what it writes and how often, and the name of its folder
+    *("name", "workdir", "steps", "resume", "allow_changes", "alarms"),
+    *("save_every", "keep_last", "keep_every", "sample_every", "eval_every"),
+    *("wandb", "project", "tensorboard"),
+    # what it runs on, and parts of the same sums: noise belongs to samples, not to batches
+    *("mesh", "compile_cache", "micro_samples", "micro_steps", "sampling.batch", "guidance.mode"),
+    *(f"model.{name}" for name in ("attention", "context", "remat", "offload", "interleave")),
+    # how rewards are asked and how long; a sample that got its score keeps it
+    *("reward_deadline", "reward_failure"),
+    *(f"reward.http*[?]{name}" for name in ("batch", "parallel", "deadline", "retries", "wait")),
+    *(f"reward.{name}*[?]batch" for name in _CLIP),
+)
+MOVED = (
+    *("model.path", "roles.*.path", "lora.start.*", "data.path", "prompts", "eval.prompts"),
+    *(f"reward.{name}*[?]{part}" for name in _CLIP for part in ("model", "tokenizer")),
+    "reward.http*[?]url",
+)
+FIXED = ("algorithm", "experts", "lora.rank", "lora.alpha", "lora.targets")
+_ABSENT = "(absent)"
 
 
-def claim(run_dir, config: dict[str, Any], resume: bool, defaults: Any = None) -> bool:
-    """Claim `run_dir` for a run of `config`, write config.json; return True if a run continues.
+def claim(
+    run_dir, config: dict[str, Any], resume: bool, defaults: Any = None, *, allow: bool = False
+) -> bool:
+    """Claim `run_dir` for a run of `config`; return True if a run continues there.
 
-    Only the keys in VARIABLE_KEYS may differ from those the run was started with; a key that did
-    not exist then had its value in `defaults`. Raises ValueError for a folder that holds another
-    run or anything else, and, when `resume` is False, any run.
+    A new run gets its config.json; that of one that continues is left to `record`. A key that did
+    not exist when it started had its value in `defaults`. Raises ValueError for a folder that holds
+    anything else or, when `resume` is False, any run; for a key that changes the result unless
+    `allow`; and for one that the run's checkpoints do not fit.
     """
     run_dir = pathlib.Path(run_dir)
-    return bool(disk.on_first_process(lambda: _claim(run_dir, config, resume, defaults or {})))
+    return bool(disk.on_first_process(lambda: _claim(run_dir, config, resume, defaults, allow)))
 
 
-def _claim(run_dir, config, resume, defaults):
+def record(
+    run_dir, config: dict[str, Any], defaults: Any, step: int, content: dict[str, tuple]
+) -> None:
+    """Continue a claimed run with `config` from its checkpoint `step`, 0 if it has none.
+
+    Says what differs, notes what may change the result in changes.json, removes the evaluations
+    that such a change makes void, and writes config.json. content: {name: (old, new)} of data that
+    differ under the same config.
+    """
+    run_dir = pathlib.Path(run_dir)
+    disk.on_first_process(lambda: _record(run_dir, config, defaults, step, content))
+
+
+def changes(run_dir) -> list[dict[str, Any]]:
+    """The entries of changes.json: step, time (UTC), key, old and new value (null: none)."""
+    file = pathlib.Path(run_dir) / "changes.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def kind(key: str, old: str, new: str) -> str:
+    """Kind of a key whose JSON text changes: free, moved, fixed or changed."""
+    if _covers(FREE, key):
+        return "free"
+    if _covers(MOVED, key) and not {old, new} & {_ABSENT, '""'}:  # from one place to another
+        return "moved"
+    return "fixed" if _covers(FIXED, key) else "changed"
+
+
+def _claim(run_dir, config, resume, defaults, allow):
     file = run_dir / "config.json"
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run folder {run_dir} is a file; choose another name for the run")
@@ -38,36 +103,91 @@ def _claim(run_dir, config, resume, defaults):
         return False
     if not resume:
         raise ValueError(
-            f"run folder {run_dir} already holds a run; "
-            "choose another name, let it resume, or move it away"
+            f"run folder {run_dir} already holds a run; choose another config.name, set "
+            "config.resume to True, or move it away"
         )
+    found = _changes(file, config, defaults)
+    kinds = {key: kind(key, *pair) for key, pair in found.items()}
+    trained = any((run_dir / "checkpoints").glob("step_*"))
+    stuck = [key for key in found if kinds[key] == "fixed" and trained]
+    refused = stuck if allow else [key for key in found if kinds[key] in ("fixed", "changed")]
+    if refused:
+        listed = ", ".join(f"{key}: {' -> '.join(found[key])}" for key in refused)
+        advice = "set these keys back or choose another config.name"
+        if stuck:
+            advice = f"its checkpoints fit no other {' or '.join(stuck)}: {advice}"
+        else:
+            advice += ", or let the result change from here on with --config.allow_changes=True"
+        raise ValueError(
+            f"run folder {run_dir} was started with a different config ({listed}); {advice}"
+        )
+    return True
+
+
+def _record(run_dir, config, defaults, step, content):
+    file, time = run_dir / "config.json", datetime.datetime.now(datetime.UTC)
+    found = _changes(file, config, defaults)
+    kinds = {key: kind(key, *pair) for key, pair in found.items()}
+    for key, pair in found.items():
+        print(f"checkpoint: {run_dir.name} continues with {key} {' -> '.join(pair)}", flush=True)
+    noted = {key: map(_value, pair) for key, pair in found.items() if kinds[key] != "free"}
+    entries = [
+        dict(step=step, time=time.isoformat(timespec="seconds"), key=key, old=old, new=new)
+        for key, (old, new) in (noted | content).items()
+    ]
+    if entries:
+        disk.write_json(run_dir / "changes.json", changes(run_dir) + entries)
+    if content or {"changed", "fixed"} & set(kinds.values()):
+        _forget(run_dir, step)
+    if found:  # last: until then, starting again finds the same changes
+        disk.write_json(file, config)
+
+
+def _forget(run_dir, step):
+    """Remove evaluations and sample videos from `step` on; they are made again where they are
+    due."""
+    for path in (*run_dir.glob("evals/step_*.json"), *run_dir.glob("samples/step_*")):
+        if int(path.stem.removeprefix("step_")) >= step:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _changes(file, config, defaults) -> dict[str, tuple[str, str]]:
+    """{key: (JSON text in config.json, JSON text now)} of all keys that differ."""
     try:
         old = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{file} is not JSON ({error}); repair it or move {run_dir} away"
+            f"{file} is not JSON ({error}); repair it or move {file.parent} away"
         ) from None
-    new = json.loads(disk.dump_json(config, "config"))
-    defaults = json.loads(disk.dump_json(defaults, "defaults"))
-    changes = _differences(old, new, defaults)
-    free = tuple(f"{name}." for name in VARIABLE_KEYS)
-    fixed = {key: pair for key, pair in changes.items() if not f"{key}.".startswith(free)}
-    if fixed:
-        listed = ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in fixed.items())
-        raise ValueError(
-            f"run folder {run_dir} was started with a different config ({listed}); "
-            "set these keys back, choose another name for the run, or move the folder away"
-        )
-    for key, (a, b) in changes.items():
-        print(f"checkpoint: {run_dir.name} continues with {key} {a} -> {b}", flush=True)
-    if changes:
-        disk.write_json(file, new)
-    return True
-
-
-def _differences(old, new, defaults):
-    old, new = trees.dotted(old), trees.dotted(new)
-    old |= {k: v for k, v in trees.dotted(defaults).items() if k in new and k not in old}
-    old, new = ({k: json.dumps(v, ensure_ascii=False) for k, v in c.items()} for c in (old, new))
-    pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in old | new}
+    old, new, usual = map(_flat, (old, config, defaults or {}))
+    old |= {key: value for key, value in usual.items() if key in new and key not in old}
+    pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in old | new}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+
+
+def _flat(config) -> dict[str, str]:
+    """{dotted key: JSON text}; adapter files, and the arguments of rewards, each have a key."""
+    config = json.loads(disk.dump_json(config, "config"))
+    flat, named = trees.dotted({k: v for k, v in config.items() if k != "reward"}), set()
+    for number, path in enumerate(flat.pop("lora.start", ())):
+        flat[f"lora.start.{number}"] = path
+    for name, weight in config.get("reward", {}).items():
+        base, made, arguments = name.partition("?")
+        while base in named:  # the same reward with other arguments
+            base += "_"
+        named.add(base)
+        flat[f"reward.{base}{made}"] = weight
+        for argument, text in urllib.parse.parse_qsl(arguments, keep_blank_values=True):
+            flat[f"reward.{base}?{argument}"] = text
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in flat.items()}
+
+
+def _covers(patterns, key: str) -> bool:
+    return any(
+        fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
+        for pattern in patterns
+    )
+
+
+def _value(text: str):
+    return None if text == _ABSENT else json.loads(text)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from convert.lora import read
+from tests import emulator
 from tests.convert import published, tiny
 
 
@@ -105,3 +106,21 @@ def test_the_expert_is_read_from_the_file_name(tmp_path, name, expert):
     assert read.read(
         tiny.save_adapter(tmp_path / f"{name}.safetensors", tiny.pair(tiny.Q))
     ).experts == [expert]
+
+
+def test_adapters_in_an_object_store_and_in_the_home_folder_read_alike(
+    bucket, tmp_path, monkeypatch
+):
+    tiny.save_adapter(tmp_path / "x_high_noise.safetensors", tiny.pair(tiny.Q))
+    tiny.save_adapter(tmp_path / "x_low_noise.safetensors", tiny.pair(tiny.Q))
+    emulator.upload(tmp_path, bucket / "adapters")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (want,) = read.read("~/x_low_noise.safetensors").modules["low"].values()
+    one = read.read(f"{bucket}/adapters/x_low_noise.safetensors")
+    both = read.read(f"{bucket}/adapters")
+    assert one.experts == ["low"] and both.experts == ["high", "low"]
+    for found in (one, both):
+        (pair,) = found.modules["low"].values()
+        np.testing.assert_array_equal(pair.b @ pair.a, want.b @ want.a)
+    with pytest.raises(ValueError, match=f"^{bucket}/none.safetensors: no such file; give the"):
+        read.read(f"{bucket}/none.safetensors")
