@@ -5,14 +5,12 @@ python -m convert.weights SRC --to diffusers --out DST --lora F:high@1.0 --lora 
 
 merged = cast(float32(W) + strength · (alpha/rank · B A + dense change))
 rounding of a merge: |merged − (W + ΔW)| / |ΔW|, over all touched weights; large when ΔW is below
-the resolution of the stored dtype
+the resolution of the stored dtype, and warned about above 1 %
 """
 
 import argparse
 import dataclasses
-import math
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +19,7 @@ from convert.load import load as load  # public names
 from convert.load import model_config as model_config
 from convert.load import plan
 from convert.lora import adapter, read
+from wanjax.models import lora as low_rank
 
 
 def main(argv=None) -> int:
@@ -70,32 +69,22 @@ def convert(args) -> None:
     print(table(rows))
     for text, rounding in roundings:
         print(f"--lora {text}: {rounding}")
+        if rounding.large:
+            print(
+                f"warning: --lora {text}: the stored weights have lost {rounding.relative:.0%} of "
+                "the change; write --dtype float32, or apply the adapter instead "
+                "(python -m wanjax.sample --lora)"
+            )
     if args.verify:
         errors = verify.verify(merged, disk.read(args.out))
         worst = max(errors, key=lambda e: e[1])
         print(f"verify: {len(errors)} blocks, worst relative error {worst[1]:.2e} at {worst[0]}")
 
 
-@dataclass
-class Rounding:
-    """What storing merged weights lost, filled while they are written."""
-
-    error: float = 0.0  # sum of squares of stored − exact
-    change: float = 0.0  # sum of squares of the exact change
-    moved: int = 0
-    total: int = 0
-
-    def __str__(self):
-        relative = math.sqrt(self.error / self.change) if self.change else 0.0
-        return (
-            f"{self.moved / max(self.total, 1):.1%} of {self.total:,} touched weights moved; "
-            f"rounding is {relative:.2e} of the change"
-        )
-
-
 def merge(tensors: files.Tensors, added: adapter.Adapter, expert, strength, dtype, component: str):
-    """Return (tensors with the adapter added in float32 when read, Rounding filled by reading)."""
-    rounding = Rounding()
+    """Return (tensors with the adapter added in float32 when read, lora.Rounding filled by
+    reading)."""
+    rounding = low_rank.Rounding()
     out = dict(tensors)
     pairs, dense = added.modules.get(expert, {}), added.dense.get(expert, {})
     for name in {*(f"{m}.weight" for m in pairs), *dense}:
@@ -112,13 +101,12 @@ def merge(tensors: files.Tensors, added: adapter.Adapter, expert, strength, dtyp
                 change += rows.reshape(len(b), *base.shape[1:])[:, *index[1:]]
             if extra is not None:
                 change += strength * extra[index]
-            exact = w + change
-            result = exact.astype(final.dtype)
-            kept = result.astype(np.float32)
-            rounding.error += float(np.square(kept - exact, dtype=np.float64).sum())
-            rounding.change += float(np.square(change, dtype=np.float64).sum())
-            rounding.moved += int((kept != w.astype(final.dtype).astype(np.float32)).sum())
-            rounding.total += w.size
+            result = (w + change).astype(final.dtype)
+            moved, wanted = result.astype(np.float32) - w, change.astype(np.float64)
+            rounding.add(
+                float(np.square(moved - wanted).sum()), float(np.square(wanted).sum()),
+                float((moved * wanted).sum()), int((result != w.astype(final.dtype)).sum()), w.size,
+            )  # fmt: skip
             return result
 
         out[name] = dataclasses.replace(base, dtype=final.dtype, read=read, compact=None)

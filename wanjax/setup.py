@@ -238,9 +238,11 @@ def contexts(config, mesh, model: presets.ModelConfig, prompts) -> text.Encoder:
     """
     dtype, keep = config.model.text_dtype, config.model.text_encoder
     prompts = list(dict.fromkeys(prompts))
-    owner = digest.component(config.model.path, "text_encoder")
-    folder = paths.local(config.text_cache) / f"{owner}-{dtype}"
-    rows = text.Folder(folder, model.wan.text_dim, jnp.dtype(dtype))
+    rows = None
+    if config.text_cache:
+        owner = digest.component(config.model.path, "text_encoder")
+        folder = paths.local(config.text_cache) / f"{owner}-{dtype}"
+        rows = text.Folder(folder, model.wan.text_dim, jnp.dtype(dtype))
     encoder = text.Encoder(model, prompts, rows=rows)
     lacking = encoder.missing(prompts)
     if not lacking and keep == "free":

@@ -118,12 +118,16 @@ def shardings(state: State, mesh) -> State:
 
 
 def place(state: State, mesh) -> State:
-    """The state with adapters, averages and optimizers split over the mesh, in place of those
-    given; weights stay where they were loaded."""
+    """The state with adapters, averages and optimizers split over the mesh; weights stay where
+    they were loaded, and so do leaves that lie there already."""
     at, moved = shardings(state, mesh), {}
+
+    def move(x, where):
+        there = x.sharding.is_equivalent_to(where, x.ndim)
+        return x if there else jax.jit(lambda x: x, out_shardings=where)(x)
+
     for name in ("adapters", "opt", "role_opt"):
-        move = jax.jit(lambda tree: tree, out_shardings=getattr(at, name), donate_argnums=0)
-        moved[name] = move(getattr(state, name))
+        moved[name] = jax.tree.map(move, getattr(state, name), getattr(at, name))
     return state.replace(**moved)
 
 

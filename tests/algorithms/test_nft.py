@@ -211,7 +211,7 @@ def test_old_and_ema_follow_their_decays(monkeypatch, kind):
 
     def spy(state, setup, name, decay):
         if name == "ema":
-            trained.append(states.trainable(state, setup.training))
+            trained.append(jax.tree.map(jnp.copy, states.trainable(state, setup.training)))
         return follow(state, setup, name, decay)
 
     monkeypatch.setattr(nft, "_follow", spy)

@@ -8,6 +8,7 @@ import pytest
 from tests import tiny
 from wanjax import trees
 from wanjax.models import lora, wan
+from wanjax.parallel import sharding
 
 
 def _inputs():
@@ -36,18 +37,82 @@ def test_merging_equals_applying(targets):
     params = tiny.parameters()["high"]
     adapter = _stirred(params, targets=targets)
     applied = wan.denoise(params, adapter, *_inputs(), config=tiny.WAN)
-    merged = wan.denoise(lora.merge(params, adapter), None, *_inputs(), config=tiny.WAN)
+    merged = wan.denoise(lora.merge(params, adapter)[0], None, *_inputs(), config=tiny.WAN)
     plain = wan.denoise(params, None, *_inputs(), config=tiny.WAN)
     np.testing.assert_allclose(applied, merged, atol=1e-5 * float(jnp.abs(merged).max()))
     assert float(jnp.abs(applied - plain).max()) > 1e-3
 
 
 def test_merge_by_hand():
-    params = {"m": {"kernel": jnp.zeros((2, 2))}}
+    params = {"m": {"kernel": jnp.zeros((2, 2))}, "n": {"kernel": jnp.ones((2, 2))}}
     adapter = {"m": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[3.0, 4.0]]),
                      "scale": jnp.float32(0.5)}}  # fmt: skip
-    merged = lora.merge(params, adapter, strength=2.0)["m"]["kernel"]
-    np.testing.assert_array_equal(merged, [[3.0, 4.0], [6.0, 8.0]])
+    merged, rounding = lora.merge(params, adapter)
+    np.testing.assert_array_equal(merged["m"]["kernel"], [[1.5, 2.0], [3.0, 4.0]])
+    assert merged["n"]["kernel"] is params["n"]["kernel"]
+    sums = 2.25 + 4 + 9 + 16
+    assert rounding == lora.Rounding(error=0, change=sums, along=sums, moved=4, total=4)
+
+
+@pytest.mark.parametrize("dtype, size, low, high", [
+    ("bfloat16", 1e-3, 0.5, 1.1), ("bfloat16", 1.0, 1e-4, 5e-3), ("float32", 1e-3, 1e-6, 1e-3),
+])  # fmt: skip
+def test_a_merge_reports_what_the_dtype_of_the_weights_lost(dtype, size, low, high):
+    """Against float64, for |ΔW|/|W| of `size`; jitted and in host memory alike."""
+    rng = np.random.default_rng(0)
+    w = np.asarray(jnp.asarray(rng.normal(size=(3, 64, 48)), dtype), np.float64)
+    a, b = (rng.normal(size=s).astype(np.float32) for s in ((3, 64, 4), (3, 4, 48)))
+    scale = np.float32(size * np.linalg.norm(w) / np.linalg.norm(a @ b))
+    wanted = np.einsum("lir,lro->lio", a.astype(np.float64), b) * float(scale)
+    adapter = {"blocks": {"m": {"a": a, "b": b, "scale": np.full(3, scale)}}}
+    params = {"blocks": {"m": {"kernel": jnp.asarray(w, dtype)}}}
+    for given in (params, sharding.to_host(params)):
+        merged, rounding = lora.merge(given, adapter)
+        kernel = merged["blocks"]["m"]["kernel"]
+        assert kernel.dtype == dtype
+        assert kernel.sharding == given["blocks"]["m"]["kernel"].sharding
+        moved = np.asarray(kernel, np.float64) - w
+        error = np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
+        assert rounding.relative == pytest.approx(error, rel=1e-2) and low < error < high
+        along = (moved * wanted).sum() / np.square(wanted).sum()
+        assert rounding.along / rounding.change == pytest.approx(along, rel=1e-3)
+        assert (rounding.moved, rounding.total) == ((moved != 0).sum(), w.size)
+        assert rounding.large == (error > 0.01)
+
+
+def test_combined_adapters_change_the_base_by_the_sum_of_their_products(rng):
+    """Against float64; layers of one of them alone, other ranks, scales and strengths."""
+
+    def adapter(modules, rank):
+        draw = lambda *shape: rng.normal(size=(2, *shape)).astype(np.float32)
+        part = lambda: {"a": draw(6, rank), "b": draw(rank, 5), "scale": draw()}
+        return {"blocks": {name: part() for name in modules}}
+
+    given = [(adapter("xy", 3), 0.7), (adapter("yz", 2), -1.3), (adapter("y", 1), 0.1)]
+    combined = lora.combine(given)["blocks"]
+    for name, rank in (("x", 3), ("y", 6), ("z", 2)):
+        want = sum(
+            strength * np.einsum("lir,lro,l->lio", *(m[leaf].astype(np.float64) for leaf in m))
+            for tree, strength in given if (m := tree["blocks"].get(name))
+        )  # fmt: skip
+        own = combined[name]
+        assert own["a"].shape == (2, 6, rank) and own["b"].shape == (2, rank, 5)
+        assert {x.dtype for x in own.values()} == {np.dtype(np.float32)}
+        got = np.einsum("lir,lro,l->lio", *(np.asarray(own[k], np.float64) for k in own))
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_array_equal(combined["x"]["b"], given[0][0]["blocks"]["x"]["b"])
+
+
+def test_the_model_runs_on_combined_adapters_of_different_layers():
+    params = tiny.parameters()["high"]
+    given = [(_stirred(params, targets=(r"blocks/attn1/.*",)), 0.5),
+             (_stirred(params, targets=(r"blocks/attn[12]/to_v", "proj_out")), -2.0)]  # fmt: skip
+    got = wan.denoise(params, lora.combine(given), *_inputs(), config=tiny.WAN)
+    for tree, strength in given:
+        scaled = lambda path, x, by=strength: x * by if path.endswith("scale") else x
+        params, _ = lora.merge(params, trees.map_paths(scaled, tree))
+    want = wan.denoise(params, None, *_inputs(), config=tiny.WAN)
+    np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def test_default_targets_are_all_attention_and_ffn_matrices_of_every_block():

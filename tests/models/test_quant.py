@@ -128,7 +128,7 @@ def test_the_bfloat16_model_on_one_byte_weights(monkeypatch, name, backend, erro
 
 def test_merging_writes_a_quantised_base_out():
     params, adapter, _ = _inputs()
-    got = lora.merge(wan.store(params, "int8"), adapter)["blocks"]["attn1"]["to_q"]
-    want = lora.merge(params, adapter)["blocks"]["attn1"]["to_q"]
+    got = lora.merge(wan.store(params, "int8"), adapter)[0]["blocks"]["attn1"]["to_q"]
+    want = lora.merge(params, adapter)[0]["blocks"]["attn1"]["to_q"]
     assert set(got) == set(want) and got["kernel"].dtype == jnp.bfloat16
     assert _relative(got["kernel"], want["kernel"]) < 0.015

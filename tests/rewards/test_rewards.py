@@ -244,7 +244,7 @@ def two_processes(monkeypatch, reward, failure="stop"):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(rewards.sharding, "fetch", lambda x: x)
     for process in (0, 1):
-        with contextlib.suppress(StopIteration):
+        with contextlib.suppress(StopIteration, rewards.RewardError):
             run(process)
     return run, said
 

@@ -15,6 +15,7 @@ from wanjax import optim, sampler, sampling, trees
 from wanjax import state as states
 from wanjax.losses import dmd2, flow
 from wanjax.models import condition, discriminator
+from wanjax.parallel import sharding
 from wanjax.settings import Setup
 
 HEAD = "gan_head"  # beside the critic's own weights in the tree that is trained
@@ -53,11 +54,7 @@ class Config:
         return self.gan_weight > 0 or self.divergence != "rkl"
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("setup", "task", "scale", "config"),
-    donate_argnames=("trained", "opt"),
-)
+@functools.partial(sharding.InPlace, 2, static_argnames=("setup", "task", "scale", "config"))
 def optimize(trained, opt, frozen, judges, data, rows, *, setup, task, scale, config):
     """One optimizer step of one expert of a role, in place of its trees and optimizer states;
     experts alike in shape share the program."""

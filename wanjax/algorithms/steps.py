@@ -63,9 +63,7 @@ def take(state: State, setup: Setup, slots: dict, samples, data: dict, pair_loss
     return state, found
 
 
-@functools.partial(
-    jax.jit, static_argnames=("pair_loss", "setup"), donate_argnames=("trained", "opt")
-)
+@functools.partial(sharding.InPlace, 2, static_argnames=("pair_loss", "setup"))
 def minibatch(trained, opt, frozen, index, data, *, pair_loss: Callable, setup: Setup):
     """One optimizer step for each expert in `index`; returns (trained, opt, metrics). What is
     trained, and its optimizer states, are replaced in place: the arrays given are gone.

@@ -170,7 +170,9 @@ class Encoder:
     def __call__(self, prompts):
         if self.params is not None:
             self.fill(prompts)
-        ctx_PSE = encode_prompts(self._encode, self._tokenizer, prompts, cache=self.rows)
+        ctx_PSE = encode_prompts(
+            self._encode, self._tokenizer, prompts, length=self._length, cache=self.rows
+        )
         return np.pad(ctx_PSE, ((0, 0), (0, self._rows - ctx_PSE.shape[1]), (0, 0)))
 
     def _encode(self, ids_BS, mask_BS):

@@ -7,6 +7,7 @@ context, weights over fsdp x context, heads and ffn over tensor, blocks over sta
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 
@@ -99,6 +100,42 @@ def split_rows(function, whole, x):
     x = jax.numpy.pad(x, [(0, -len(x) % ways)] + [(0, 0)] * (x.ndim - 1))
     split = jax.shard_map(function, in_specs=(P(), P(AXES)), out_specs=P(AXES), check_vma=False)
     return split(whole, x)
+
+
+class InPlace:
+    """jit of a function whose first `count` results take the place, and the layouts, of its first
+    `count` arguments; the arrays given are gone.
+
+    Left to itself XLA may choose another layout for a result, which then cannot be in place.
+    Arguments that are not laid out on the mesh in use are left alone.
+    """
+
+    def __init__(self, count: int, function, *, static_argnames):
+        functools.update_wrapper(self, function)
+        self._count, self._function, self._static = count, function, static_argnames
+        self._jitted: dict = {}
+
+    def __call__(self, *args, **kwargs):
+        return self._of(args)(*args, **kwargs)
+
+    def lower(self, *args, **kwargs):
+        """As that of a jitted function."""
+        return self._of(args).lower(*args, **kwargs)
+
+    def _of(self, args):
+        leaves, tree = jax.tree.flatten(args[: self._count])
+        layouts = tuple(leaf.sharding for leaf in leaves)
+        on_mesh = all(isinstance(where, NamedSharding) for where in layouts)
+        alone = math.prod(mesh_shape().values()) <= 1
+        key = (tree, layouts) if on_mesh else alone
+        if key not in self._jitted:
+            own = (*jax.tree.unflatten(tree, layouts), None) if on_mesh else None
+            moved = range(self._count) if on_mesh or alone else ()
+            self._jitted[key] = jax.jit(
+                self._function, static_argnames=self._static, donate_argnums=tuple(moved),
+                out_shardings=own,
+            )  # fmt: skip
+        return self._jitted[key]
 
 
 def fetch(x) -> np.ndarray:

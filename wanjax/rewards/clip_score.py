@@ -8,8 +8,9 @@ With c = cos(image embedding, text embedding), in float32:
                                           float16 autocast, this does not
 
 model: a folder with config.json and model.safetensors as transformers writes them, the name of such
-a Hugging Face repository (yuvalkirstain/PickScore_v1), or one .safetensors file. HPS is published as a pickle only; this makes the file, once (open_clip's names
-are understood, and ViT-H/14 is assumed where there is no config.json):
+a Hugging Face repository (yuvalkirstain/PickScore_v1), or one .safetensors file. HPS is published
+as a pickle only; this makes the file, once (open_clip's names are understood, and ViT-H/14 is
+assumed where there is no config.json):
     import torch, safetensors.torch
     weights = torch.load("HPS_v2.1_compressed.pt", weights_only=True)["state_dict"]
     safetensors.torch.save_file(weights, "HPS_v2.1.safetensors")
@@ -42,7 +43,7 @@ from wanjax import paths, trees
 from wanjax.models import clip
 from wanjax.rewards.frames import picker
 
-_FILES = ("config.json", "model.safetensors", "tokenizer*", "vocab.json", "merges.txt", "*_map.json")
+_FILES = ("config.json", "model.safetensors", "tokenizer*", "vocab.json", "merges.txt")
 
 
 def pickscore(model: str, frames: str = "all", batch: int = 16, tokenizer: str = "") -> Callable:

@@ -31,8 +31,19 @@ FREE = (
     *("save_every", "keep_last", "keep_every", "sample_every", "eval_every"),
     *("wandb", "project", "tensorboard"),
     # what it runs on, and parts of the same sums: noise belongs to samples, not to batches
-    *("mesh", "compile_cache", "micro_samples", "micro_steps", "sampling.batch", "guidance.mode"),
-    *(f"model.{name}" for name in ("attention", "context", "remat", "offload", "interleave")),
+    *(
+        "mesh",
+        "compile_cache",
+        "text_cache",
+        "micro_samples",
+        "micro_steps",
+        "sampling.batch",
+        "guidance.mode",
+    ),
+    *(
+        f"model.{name}"
+        for name in ("attention", "context", "remat", "offload", "interleave", "text_encoder")
+    ),
     # how rewards are asked and how long; a sample that got its score keeps it
     *("reward_deadline", "reward_failure"),
     *(f"reward.http*[?]{name}" for name in ("batch", "parallel", "deadline", "retries", "wait")),
