@@ -177,10 +177,11 @@ def get_config(preset: str = "") -> ConfigDict:
     c.optim = ConfigDict(dict(high=_optim(), low=_optim()))
     # ---- evaluation and samples ----
     c.eval = ConfigDict()
-    c.eval.prompts = ""  # as config.prompts; "" = no evaluation
-    c.eval.number = 64  # prompts, from the top of the file
+    c.eval.prompts = "previews"  # 16 that ship with wanjax, for I2V with first frames; or as
+    # config.prompts. "" = none: a run on clips shows their captions, others have no evaluation
+    c.eval.number = 64  # prompts to score, from the top of the file; without a reward none
     c.eval.seed = 1234
-    c.eval.samples = 4  # how many of them become sample videos
+    c.eval.samples = 4  # sample videos, of the first prompts
     c.eval.steps = 0  # sampler overrides; 0 or "" = as in the run
     c.eval.grid = ""
     c.eval.solver = ""

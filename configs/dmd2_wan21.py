@@ -32,7 +32,7 @@ def get_config(preset: str = ""):
     c.guidance.high = c.guidance.low = 1.0
     c.dmd2.guidance.high = 4.0
     c.prompts_per_step, c.group_size = 64, 1
-    c.sampling.batch = c.micro_samples = 8
+    c.sampling.batch = c.micro_samples = c.eval.samples = 8
     c.steps, c.save_every, c.sample_every = 3000, 50, 100
     student, critic = c.optim.high, c.roles.critic.optim.high
     student.lr, critic.lr = 2e-6, 4e-7

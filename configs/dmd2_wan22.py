@@ -30,7 +30,7 @@ def get_config(preset: str = ""):
     c.guidance.high = c.guidance.low = 1.0
     c.dmd2.guidance.high, c.dmd2.guidance.low = 4.0, 3.0
     c.prompts_per_step, c.group_size = 64, 1
-    c.sampling.batch = c.micro_samples = 8
+    c.sampling.batch = c.micro_samples = c.eval.samples = 8
     c.steps, c.save_every, c.sample_every = 3000, 50, 100
     for expert in ("high", "low"):
         student, critic = c.optim[expert], c.roles.critic.optim[expert]

@@ -22,4 +22,5 @@ def get_config(preset: str = ""):
     c.experts = ("high",)  # the only expert of a single model
     c.mesh.fsdp = 1
     c.data.batch, c.micro_samples, c.sampling.batch = 4, 1, 1
+    c.eval.samples = 2
     return c

@@ -33,7 +33,7 @@ def get_config(preset: str = ""):
     c.sft.density = "logit_normal"
     c.sampling.height, c.sampling.width, c.sampling.frames = 480, 832, 81
     c.sampling.grid, c.sampling.solver, c.sampling.steps = "unipc", "unipc", 30
-    c.sampling.batch, c.eval.samples = 8, 2
+    c.sampling.batch = c.eval.samples = 8  # a batch of sample videos is made in any case
     c.steps, c.save_every, c.sample_every, c.eval_every = 1000, 50, 200, 100
     for optim in (c.optim.high, c.optim.low):
         optim.lr, optim.warmup, optim.weight_decay = 1e-4, 20, 1e-2

@@ -15,7 +15,6 @@ UMT5's embedding are plain e4m3, as in ComfyUI's files without scales.
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -38,14 +37,17 @@ SMALL = dataclasses.replace(
     A14B,
     wan=wan.WanConfig(2, 16, num_layers=2, ffn_dim=64, text_dim=32, freq_dim=32),
     text=umt5.UMT5Config(256, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
-    vae=vae.VAEConfig(base_dim=4, num_res_blocks=1),
-)
+    vae=vae.VAEConfig(
+        base_dim=4, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(True, True),
+        in_channels=12, out_channels=12, patch_size=2,
+    ),
+)  # fmt: skip
 SMALL_TOWER = clip.CLIPConfig(
     clip.CLIPVisionConfig(32, 64, num_hidden_layers=2, num_attention_heads=2, image_size=28),
     clip.CLIPTextConfig(1024, 32, 64, num_hidden_layers=2, num_attention_heads=2),
     projection_dim=16,
 )
-WORDS = "a red green blue circle square cat dog moving left right up down on the".split()
+WORDS = ["a", "the", "red", "green", "blue", "circle", "square", "moving", "left", "right", "on"]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -55,7 +57,7 @@ _SHIFTS = 1 << 20  # places where a tensor may start in the noise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", type=pathlib.Path, help="folder of the video model; it must not exist")
     add("--tower", type=pathlib.Path, help="folder of the CLIP tower; it must not exist")

@@ -28,7 +28,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.emulator import bucket, stores  # noqa: E402, F401  fixtures
+from tests.emulator import bucket, place, stores  # noqa: E402, F401  fixtures
 
 jax.config.update("jax_cpu_enable_async_dispatch", False)  # see wanjax.parallel.distributed.start
 jax.config.update("jax_default_matmul_precision", "highest")

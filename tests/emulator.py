@@ -51,9 +51,15 @@ def stores():
 @pytest.fixture(params=("gs", "s3"))
 def bucket(request, stores) -> epath.Path:
     """The path of an empty bucket, of either store in turn."""
-    name = f"bucket-{next(_NUMBERS)}"
-    stores[request.param](name)
-    return epath.Path(f"{request.param}://{name}")
+    return _make(request.param, stores)
+
+
+@pytest.fixture(params=("local", "gs", "s3"))
+def place(request, tmp_path) -> pathlib.Path | epath.Path:
+    """The path of an empty folder here and of an empty bucket of either store in turn."""
+    if request.param == "local":
+        return tmp_path
+    return _make(request.param, request.getfixturevalue("stores"))
 
 
 def upload(source, to: epath.Path) -> epath.Path:
@@ -62,6 +68,12 @@ def upload(source, to: epath.Path) -> epath.Path:
     for path in [source] if source.is_file() else filter(pathlib.Path.is_file, source.rglob("*")):
         (to / path.relative_to(source)).write_bytes(path.read_bytes())
     return to
+
+
+def _make(scheme: str, stores) -> epath.Path:
+    name = f"bucket-{next(_NUMBERS)}"
+    stores[scheme](name)
+    return epath.Path(f"{scheme}://{name}")
 
 
 def _send(method: str, url: str, body=None) -> None:

@@ -6,7 +6,8 @@ import importlib
 import pytest
 
 from configs import default
-from wanjax import train, trees
+from wanjax import setup, train, trees
+from wanjax.models.presets import MODELS
 
 A14B, SMALL = "wan2.2_t2v_a14b", "wan2.1_t2v_1.3b"
 RECIPES = [
@@ -17,8 +18,18 @@ RECIPES = [
     ("dmd2_wan22", "", A14B), ("dmd2_wan22", "high", A14B), ("dmd2_wan22", "low", A14B),
     ("dmd2_wan21", "", SMALL), ("dmd2_wan21", "14b", SMALL),
     ("sft_wan22", "", A14B), ("sft_wan22", "low", A14B), ("sft_wan22", "high", A14B),
-    ("sft_wan21", "", SMALL),
+    ("sft_wan21", "", SMALL), ("sft_wan22", "", "wan2.2_i2v_a14b"),
+    ("sft_wan21", "", "wan2.1_i2v_14b"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe, preset, model", RECIPES)
+def test_recipe_makes_videos_of_shipped_prompts_before_and_after(recipe, preset, model):
+    config, model = importlib.import_module(f"configs.{recipe}").get_config(preset), MODELS[model]
+    prompts, images = setup.eval_prompts(config, model)
+    assert len(set(prompts)) == len(prompts) >= 16
+    assert len(images) == (16 if "i2v" in model.name else 0)
+    assert 2 <= config.eval.samples <= config.eval.number >= 16
 
 
 @pytest.mark.parametrize("recipe, preset, model", RECIPES)
@@ -28,7 +39,7 @@ def test_recipe_passes_a_dry_run_without_weights(recipe, preset, model, tmp_path
     config.workdir, config.model.path = str(tmp_path), model
     config.prompts = config.prompts or "shapes:train:2"
     if config.algorithm in ("grpo", "nft"):
-        config.reward.shapes = 1.0
+        config.reward["tests.tiny:brightness"] = 1.0
     if recipe == "dmd2_wan21" and preset == "14b":
         config.roles.teacher.path = "wan2.1_t2v_14b"
     train.main(config, dry_run=True)

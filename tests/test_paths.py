@@ -84,7 +84,7 @@ def test_a_missing_object_and_a_store_that_fails_are_one_line(bucket, monkeypatc
         raise PermissionError("Forbidden:\n403")
 
     monkeypatch.setattr(epath.gpath.PosixGPath, "exists", fails)
-    with pytest.raises(ValueError, match=r"cannot be read \(PermissionError: Forbidden: 403\)"):
+    with pytest.raises(ValueError, match=r"cannot be reached \(PermissionError: Forbidden: 403\)"):
         paths.resolve(f"{bucket}/x")
 
 
@@ -94,6 +94,38 @@ def test_a_remote_folder_is_copied(bucket, tmp_path):
     paths.copy_folder(bucket / "tokenizer", tmp_path / "tokenizer")
     assert (tmp_path / "tokenizer/a").read_bytes() == b"a"
     assert (tmp_path / "tokenizer/more/b").read_bytes() == b"more/b"
+
+
+def test_files_of_a_folder_are_those_that_are_there_now(place):
+    folder = place / "folder"
+    assert paths.files(folder) == {}
+    with paths.whole_file(folder / "b/c.txt") as part:
+        part.write_text("four")
+    with paths.whole_file(folder / "a") as part:
+        part.write_text("1")
+    assert paths.files(folder) == {"a": 1, "b/c.txt": 4}
+    code = f"from etils import epath; epath.Path('{folder}/d').write_bytes(b'22')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert paths.files(folder) == {"a": 1, "b/c.txt": 4, "d": 2}
+    paths.remove(folder / "b")
+    paths.remove(folder / "a")
+    assert paths.files(folder) == {"d": 2}
+
+
+def test_a_file_that_is_not_finished_takes_no_place(place):
+    with paths.whole_file(place / "x") as part:
+        part.write_text("old")
+    with pytest.raises(KeyboardInterrupt), paths.whole_file(place / "x") as part:
+        part.write_text("ne")
+        raise KeyboardInterrupt
+    assert (place / "x").read_text() == "old"
+
+
+def test_a_local_folder_ends_up_where_it_belongs(place):
+    with paths.local_folder(place / "out") as folder:
+        (folder / "in").mkdir(parents=True)
+        (folder / "in/a").write_text("a")
+    assert paths.files(place / "out") == {"in/a": 1}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ FUNCTIONS = {  # name: the parameters that callers give
     "convert.lora.load": "path config",
 }
 COMMANDS = {  # module: flags of its help
-    "wanjax.sample": "--model --lora --prompt --out --steps --solver --shift --seed",
+    "wanjax.sample": "--model --lora --merge --prompt --out --steps --solver --shift --seed --mesh",
     "wanjax.export": "run --format",
     "wanjax.report": "run --out",
     "wanjax.data": "cache inspect",

@@ -99,8 +99,10 @@ def test_adapters_are_applied_in_full_and_merging_warns_of_what_it_rounds_away(
     assert shown.count("merged   ") == shown.count("warning: expert ") == 2
     assert "leave out --merge" in shown and "touched weights moved" in shown
 
-    inputs = jax.random.normal(jax.random.key(1), (1, 2, 2, 2, 4)), jnp.array([500.0])
-    run = lambda own: np.asarray(wan.denoise(*own, *inputs, tiny.contexts()[1], config=tiny.WAN))
+    x, t, ctx = jax.random.normal(jax.random.key(1), (1, 2, 2, 2, 4)), 500.0, tiny.contexts()[1]
+    run = lambda own: np.asarray(
+        wan.denoise(own[0], own[1], x, jnp.array([t]), ctx, config=tiny.WAN)
+    )
     flat = {path: np.asarray(x, np.float64) for path, x in trees.flatten(base["low"]).items()}
     for tree, strength in ((whole, 1.0), (more, -0.5)):
         part = {p: np.asarray(x, np.float64) for p, x in trees.flatten(tree["low"]).items()}

@@ -6,6 +6,7 @@ import numpy as np
 from tests import tiny
 from wanjax import sampling
 from wanjax.models import vae
+from wanjax.parallel import sharding
 
 
 def _plan(**changes):
@@ -39,3 +40,15 @@ def test_frames_may_be_decoded_in_tiles():
     want = (vae.decode_tiled(params, z, config=tiny.MODEL.vae, tile=32) + 1) * 127.5
     assert np.abs(np.asarray(tiled, float) - want).max() <= 0.51
     assert tiled.shape == (1, 1, 64, 64, 3) and np.abs(whole.astype(int) - tiled).max() > 1
+
+
+def test_every_device_decodes_its_share_of_the_samples_and_gives_the_same_pixels():
+    params = tiny.parameters()["vae"]
+    z = jax.random.normal(jax.random.key(0), (3, 2, 4, 4, 4))
+    want = sampling.decode(params, z, config=tiny.MODEL.vae, tile=0)
+    for shape in ({"context": 8}, {"data": 2, "tensor": 4}):
+        with sharding.use_mesh(sharding.make_mesh(shape)):
+            got = sampling.decode(params, z, config=tiny.MODEL.vae, tile=0)
+        assert {s.data.shape[0] for s in got.addressable_shards} == {1} and len(got) == 8
+        assert np.abs(np.asarray(got[:3], int) - np.asarray(want)).max() <= 1
+        assert np.mean(np.asarray(got[:3]) != np.asarray(want)) < 1e-2

@@ -136,3 +136,22 @@ def test_the_sft_config_has_only_known_keys():
         setups.check_keys(config.to_dict(), default.get_config().to_dict())
     with pytest.raises(ValueError, match="preset 'mid' is unknown"):
         sft_wan22.get_config("mid")
+
+
+def test_a_second_run_finds_its_prompts_encoded_and_reads_no_text_encoder(tmp_path, monkeypatch):
+    model = tiny.save_model(tmp_path)
+    config = tiny.make_config(model, tmp_path, text_cache=str(tmp_path / "text"))
+    found, prompts, read = weights.model_config(model), ["", "red circle"], []
+    load = setups.load_model
+    spy = lambda *args, **kwargs: read.append(kwargs["components"]) or load(*args, **kwargs)
+    monkeypatch.setattr(setups, "load_model", spy)
+    want = setups.contexts(config, None, found, prompts)(prompts)
+    again = setups.contexts(config, None, found, prompts)
+    assert read == [("text_encoder",)] and again.params is None
+    assert (again(prompts) == want).all()
+    config.model.text_dtype = "bfloat16"  # rows of their own
+    rounded = setups.contexts(config, None, found, prompts)(prompts)
+    assert len(read) == 2 and rounded.dtype == "bfloat16"
+    config.model.text_encoder, config.text_cache = "host", ""
+    kept = setups.contexts(config, None, found, prompts)
+    assert kept.params is not None and (kept(["red circle"]) == rounded[1:]).all()

@@ -18,7 +18,7 @@ import pytest
 from convert import lora as convert_lora
 from convert import weights
 from tests import tiny
-from wanjax import export, sample, train, trees
+from wanjax import export, paths, sample, train, trees
 from wanjax import setup as setups
 from wanjax.algorithms import grpo, nft, sft
 from wanjax.data import __main__ as data_command
@@ -64,7 +64,8 @@ def _same_run(a, b):
 
 
 @pytest.mark.parametrize("phase, step", [
-    ("collect", 0), ("update", 1), ("checkpoint", 1), ("collect", 2), ("checkpoint", 2),
+    ("collect", 0), ("update", 1), ("checkpoint", 1), ("commit", 1), ("collect", 2),
+    ("checkpoint", 2),
 ])  # fmt: skip
 def test_a_run_interrupted_in_any_phase_ends_with_the_same_bits(
     whole, model, tmp_path, monkeypatch, phase, step
@@ -73,13 +74,14 @@ def test_a_run_interrupted_in_any_phase_ends_with_the_same_bits(
     owner, name = {
         "collect": (grpo, "collect"),
         "update": (grpo, "update"),
-        "checkpoint": (checkpoint, "save"),
+        "checkpoint": (checkpoint.Saver, "save"),
+        "commit": (checkpoint, "_commit"),
     }[phase]
     original, calls = getattr(owner, name), []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
-        if len(calls) > (step if phase != "checkpoint" else step - 1):
+        if len(calls) > (step if phase in ("collect", "update") else step - 1):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
@@ -214,6 +216,49 @@ def test_exporting_what_is_no_run_is_refused(tmp_path):
         export.export(tmp_path, "diffusers", tmp_path)
 
 
+# ------------------------------------------------------------------------------ places
+
+
+@pytest.mark.slow
+def test_a_run_in_a_store_ends_as_a_local_one_though_interrupted(
+    whole, model, bucket, tmp_path, monkeypatch, capsys
+):
+    """Killed in its last step; what it leaves in the store is all that the next start has."""
+    config = tiny.make_config(model, bucket / "runs")
+    original = grpo.collect
+
+    def interrupted(state, *args):
+        if int(state.step) == 2:
+            raise KeyboardInterrupt
+        return original(state, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(config)
+    run = train.main(config)
+    assert str(run) == f"{bucket}/runs/run" and "resume   step 2 of" in capsys.readouterr().out
+    _same_run(run, whole)
+    names = lambda folder: {name.split("/")[0] for name in paths.files(folder)}
+    assert names(run) == {path.name for path in whole.iterdir()}
+    for name in ("samples/step_000003/000.mp4", "export/lora_high_noise.safetensors"):
+        assert (run / name).read_bytes()[:64] == (whole / name).read_bytes()[:64]
+    assert "<video" in (run / "report.html").read_text()
+    for out in (tmp_path, run / "more"):
+        files = export.export(run, "comfyui", out)
+        again = convert_lora.load(files, setups.load_model(model)[1])
+        for path, leaf in trees.flatten(again["high"]).items():
+            if not path.endswith("scale"):
+                np.testing.assert_allclose(leaf, _arrays(whole)[f"trained/high/{path}"], rtol=1e-6)
+    assert paths.files(run / "more").keys() == paths.files(tmp_path).keys()
+
+
+def test_a_home_folder_is_one_in_workdir(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tiny.make_config(model, "~/runs")
+    assert train.main(config, dry_run=True) == tmp_path / "runs/run"
+
+
 # ------------------------------------------------------------------------------ NFT
 
 
@@ -256,8 +301,8 @@ def test_an_nft_run_exports_its_evaluation_average(nft_run, model, tmp_path):
     run, _ = nft_run
     _, config = setups.load_model(model)
     arrays = _arrays(run)
-    for paths in (sorted((run / "export").iterdir()), export.export(run, "comfyui", tmp_path)):
-        again = convert_lora.load(paths, config)
+    for files in (sorted((run / "export").iterdir()), export.export(run, "comfyui", tmp_path)):
+        again = convert_lora.load(files, config)
         for expert in ("high", "low"):
             for path, leaf in trees.flatten(again[expert]).items():
                 if path.endswith("scale"):

@@ -6,7 +6,6 @@ evals/step_*.json holds one result; it is written once, so an interrupted run do
 
 import collections
 import json
-import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from wanjax import rewards, sampling, settings
+from wanjax import paths, rewards, sampling, settings
 from wanjax import state as states
 from wanjax.algorithms import Algorithm, Tools
 from wanjax.data import Item, latents, text, video
@@ -28,7 +27,7 @@ from wanjax.run import disk, metrics
 class Evaluation:
     """What every evaluation of a run shares."""
 
-    run_dir: pathlib.Path
+    run_dir: paths.Path
     model: presets.ModelConfig
     plan: settings.SamplingConfig  # as config.eval asks
     policy: str  # that is evaluated, see state.rollout_params
@@ -40,7 +39,7 @@ class Evaluation:
     static: dict  # of sampling.rollout, see algorithms.Extras.rollout_static
     validate: Callable | None  # state -> {"eval/…": mean over the held-out clips}
 
-    def path(self, step: int) -> pathlib.Path:
+    def path(self, step: int) -> paths.Path:
         """The result of an evaluation before step `step`."""
         return self.run_dir / "evals" / f"step_{step:06d}.json"
 
@@ -126,7 +125,7 @@ def validation(
     return measure
 
 
-def best(run_dir: pathlib.Path) -> int | None:
+def best(run_dir: paths.Path) -> int | None:
     """The step with the highest reward in an evaluation."""
     found = {}
     for path in sorted((run_dir / "evals").glob("step_*.json")):

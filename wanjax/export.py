@@ -10,7 +10,6 @@ written.
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 
 import jax.numpy as jnp
@@ -19,17 +18,17 @@ import numpy as np
 from convert import disk, files, layouts, load, lora, save, weights
 from convert.lora import adapter as lora_trees
 from convert.lora import write as lora_files
-from wanjax import schedule, trees
+from wanjax import paths, schedule, trees
 from wanjax.run import checkpoint
 
 
-def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.Path]:
+def export(run_dir, dialect: str, out, step: int | None = None) -> list[paths.Path]:
     """Write a run's adapters, or its full weights as a diffusers folder; returns the paths. No
     dialect: see convert.lora.write.
 
     Raises ValueError when the folder holds no run or no good checkpoint.
     """
-    run_dir = pathlib.Path(run_dir)
+    run_dir, out = paths.resolve(run_dir), paths.resolve(out)
     for name in ("config.json", "sampler.json"):
         if not (run_dir / name).is_file():
             raise ValueError(f"{run_dir} holds no run (no {name}); give a folder such as runs/NAME")
@@ -49,23 +48,27 @@ def export(run_dir, dialect: str, out, step: int | None = None) -> list[pathlib.
             f"the run trained full weights: they become a diffusers folder, not {dialect}; "
             "use --format diffusers, then python -m convert.weights for other layouts"
         )
-    _write_model(config["model"]["path"], trained, out)
     listed = sampler["grid"] == "explicit" and sampler["solver"] in ("euler", "renoise")
     few = {"few_step": _few_step(sampler)} if listed or config["algorithm"] == "dmd2" else {}
-    save.write_sampler(pathlib.Path(out), {"sampler": sampler, **few})
-    return [pathlib.Path(out)]
+    with paths.local_folder(out) as folder:
+        _write_model(config["model"]["path"], trained, folder)
+        save.write_sampler(folder, {"sampler": sampler, **few})
+    return [out]
 
 
 def write_adapters(
     adapters: dict, note: dict, start: list, out, dialect: str = "", *, stem: str = "lora"
-) -> list[pathlib.Path]:
+) -> list[paths.Path]:
     """Write adapter trees {expert: tree}, with what the files that they started from have beside
     them; returns the paths (none on processes > 0).
 
     note: further metadata; dialect: see lora.write.
     """
     adapter = lora.with_start(lora_trees.of_trees(adapters, note), start)
-    return lora_files.write(adapter, out, dialect, stem=stem)
+    out = paths.resolve(out)
+    with paths.local_folder(out) as folder:
+        written = lora_files.write(adapter, folder, dialect, stem=stem)
+    return [out / file.name for file in written]
 
 
 def _write_model(path, trained: dict, out) -> None:
@@ -122,12 +125,12 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--step", type=int, help="checkpoint to read; default: the newest good one")
     args = parser.parse_args(argv)
-    out = args.out or pathlib.Path(args.run) / "export" / (args.format or "model")
     try:
-        paths = export(args.run, args.format, out, args.step)
+        out = args.out or paths.resolve(args.run) / "export" / (args.format or "model")
+        written = export(args.run, args.format, out, args.step)
     except ValueError as error:
         sys.exit(f"wanjax.export: {error}")
-    print("\n".join(map(str, paths)), flush=True)
+    print("\n".join(map(str, written)), flush=True)
 
 
 if __name__ == "__main__":

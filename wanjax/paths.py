@@ -5,13 +5,15 @@ A local path becomes a pathlib.Path, a remote one an etils.epath.Path, which has
 byte ranges of remote files are read through fsspec, by gcsfs and s3fs (extra `cloud`).
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
@@ -117,6 +119,69 @@ def copy_folder(source, to: pathlib.Path) -> None:
         shutil.copytree(path, to)
 
 
+def files(folder: Path) -> dict[str, int]:
+    """{name below it: bytes} of all files of a folder, in order; of a store as it is now, whichever
+    client wrote them."""
+    if not is_remote(folder):
+        found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        return {str(path.relative_to(folder)): os.stat(path).st_size for path in found}
+    refresh(folder)
+    listed = _ask(folder, lambda: _store(folder).find(str(folder), detail=True))
+    start = str(folder).partition("://")[2] + "/"
+    return {name.removeprefix(start): listed[name]["size"] for name in sorted(listed)}
+
+
+def refresh(folder: Path) -> None:
+    """Forget listings of a store, which would hide what another client has written."""
+    if is_remote(folder):
+        _store(folder).invalidate_cache()
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a whole folder."""
+    if isinstance(path, epath.Path):
+        refresh(path)
+        _ask(path, lambda: _store(path).rm(str(path), recursive=True))
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def upload(folder: pathlib.Path, to: Path) -> None:
+    """Copy the files of a local folder into a folder of a store."""
+    for name in files(folder):
+        source, target = str(folder / name), str(to / name)
+        _ask(to, lambda source=source, target=target: _store(to).put_file(source, target))
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[pathlib.Path]:
+    """Yield a local file to write; it takes the place of `path` when the block has succeeded, so
+    that nobody sees half of it."""
+    if is_remote(path):
+        with tempfile.TemporaryDirectory(prefix="wanjax-") as folder:
+            yield pathlib.Path(folder) / path.name
+            upload(pathlib.Path(folder), path.parent)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = pathlib.Path(path.with_name(f".{path.stem}.tmp{path.suffix}"))
+    yield part
+    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def local_folder(path: Path) -> Iterator[pathlib.Path]:
+    """Yield a local folder for what is to be in `path`: itself, or for one of a store an empty one
+    that is uploaded when the block has succeeded."""
+    if not is_remote(path):
+        yield pathlib.Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="wanjax-") as folder:
+        yield pathlib.Path(folder)
+        upload(pathlib.Path(folder), path)
+
+
 def one_line(error) -> str:
     """An error as one line of at most 200 characters."""
     text = " ".join(str(error).split())
@@ -136,8 +201,8 @@ def _ask(path: Path, question: Callable) -> Any:
         raise ValueError(f"{path}: no such object; check the address") from None
     except Exception as error:  # of three client libraries: network, credentials, permissions
         raise ValueError(
-            f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); check address, "
-            "credentials and network"
+            f"{path}: cannot be reached ({type(error).__name__}: {one_line(error)}); check "
+            "address, credentials and network"
         ) from None
 
 

@@ -14,7 +14,6 @@ import base64
 import itertools
 import json
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from wanjax import trees
+from wanjax import paths, trees
 from wanjax.run import guard, metrics
 
 _TEMPLATE = pathlib.Path(__file__).parent / "assets" / "report.html"
@@ -46,7 +45,7 @@ _SECTIONS = {
 class Sample:
     """One generated video of a step."""
 
-    path: pathlib.Path
+    path: paths.Path
     prompt: str
     scores: dict[str, float]
 
@@ -80,7 +79,7 @@ def load_run(run_dir) -> Run:
 
     Raises ValueError for a folder with none of these; a file that cannot be read becomes a note.
     """
-    run_dir = pathlib.Path(run_dir)
+    run_dir = paths.resolve(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"no run folder at {run_dir}")
     notes: list[str] = []
@@ -105,19 +104,17 @@ def load_run(run_dir) -> Run:
     return run
 
 
-def write_report(run_dirs: Sequence, out) -> pathlib.Path:
+def write_report(run_dirs: Sequence, out) -> paths.Path:
     """Write the page about the runs in `run_dirs` to `out` and return its path."""
     runs = [load_run(run_dir) for run_dir in run_dirs]
-    out = pathlib.Path(out)
+    out = paths.resolve(out)
     title = " vs ".join(run.name for run in runs)
     parts = (_header(runs, title), _films(runs), _curves(runs), _phases(runs), _facts(runs))
     page = _TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("@@title@@", escape(f"wanjax: {title}"))
     page = page.replace("@@body@@", "\n".join(parts))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tmp = out.with_name(f".{out.name}.tmp")
-    tmp.write_text(page, encoding="utf-8")
-    os.replace(tmp, out)
+    with paths.whole_file(out) as part:
+        part.write_text(page, encoding="utf-8")
     return out
 
 
@@ -128,12 +125,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("runs", nargs="+", metavar="RUN", help="run folder, such as runs/quickstart")
     add("--out", help="default: RUN/report.html, or report.html for several runs")
     args = parser.parse_args(argv)
-    default = pathlib.Path(args.runs[0] if len(args.runs) == 1 else ".") / "report.html"
     try:
+        default = paths.resolve(args.runs[0] if len(args.runs) == 1 else ".") / "report.html"
         out = write_report(args.runs, args.out or default)
     except ValueError as error:
         parser.exit(1, f"wanjax.report: {error}\n")
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    print(f"{out} ({paths.size(out) / 1e6:.1f} MB)")
 
 
 # ------------------------------------------------------------------------------ reading
@@ -277,7 +274,7 @@ def _films(runs):
         cells = []
         for label, where, samples in columns:
             for sample in samples:
-                size = sample.path.stat().st_size
+                size = paths.size(sample.path)
                 same = (sample.path.name, sample.prompt) == (first.path.name, first.prompt)
                 if same and 0 < size <= room:
                     room -= size

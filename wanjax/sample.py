@@ -25,7 +25,6 @@ Shapes: P prompts, S text rows, E text dim, H W pixels.
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -35,8 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import lora as convert_lora
 from convert import disk, weights
+from convert import lora as convert_lora
 from convert.lora import read as lora_files
 from wanjax import paths, sampler, sampling, schedule, settings, setup
 from wanjax.data import text
@@ -123,8 +122,8 @@ def _model(args) -> presets.ModelConfig:
     needed = ["text_encoder", "vae", *["image_encoder"] * (model.wan.image_dim is not None)]
     if absent := [part for part in needed if part not in disk.read(args.model).tensors]:
         raise ValueError(
-            f"{args.model} has no {' and no '.join(absent)}; give a whole model folder, or one that "
-            "convert.weights put together from files"
+            f"{args.model} has no {' and no '.join(absent)}; give a whole model folder, such as "
+            "convert.weights makes of single files"
         )
     return dataclasses.replace(model, wan=dataclasses.replace(model.wan, dtype=args.dtype))
 
@@ -161,11 +160,9 @@ def _first_frames(args, model: presets.ModelConfig, mesh, plan: settings.Samplin
     )
     if not images:
         return found["vae"], None
-    encode = jax.jit(functools.partial(condition.first_frame, frames=plan.frames, model=model))
-    conds = [jax.device_get(encode(found, image[None] / np.float32(127.5) - 1)) for image in images]
-    shape = {name: (len(args.prompt), *x.shape[1:]) for name, x in conds[0].items()}
-    rows = {name: np.concatenate([cond[name] for cond in conds]) for name in shape}
-    return found["vae"], {name: np.broadcast_to(rows[name], shape[name]) for name in shape}
+    cond = condition.first_frames(found, images, plan.frames, model=model)
+    count = len(args.prompt)
+    return found["vae"], {k: np.broadcast_to(x, (count, *x.shape[1:])) for k, x in cond.items()}
 
 
 def _policy(args, model: presets.ModelConfig, mesh, sources: list[tuple], adapters: dict) -> dict:

@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import functools
 import math
+import pathlib
 import re
 from typing import Any
 
@@ -21,7 +22,7 @@ from convert import digest, lora, weights
 from wanjax import algorithms, paths, rewards, sampler, sampling, schedule, settings, trees
 from wanjax import state as states
 from wanjax.algorithms import dmd2, grpo, nft, sft
-from wanjax.data import latents, text
+from wanjax.data import latents, previews, text, video
 from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.parallel import sharding
@@ -106,10 +107,13 @@ def trains_on_clips(config) -> bool:
 
 
 def prompts(source: str) -> tuple[str, ...]:
-    """Prompts of a file, or in a fixed random order of the embedded grammar as
-    shapes:<train|heldout>:<1|2>, or one of n equal parts of them with :<part>/<n>; () for ""."""
+    """Prompts of a file, those that ship as "previews", or in a fixed random order of the embedded
+    grammar as shapes:<train|heldout>:<1|2>, or one of n equal parts of them with :<part>/<n>; ()
+    for ""."""
     if not source:
         return ()
+    if source == "previews":
+        return previews.texts()
     if source.startswith("shapes:"):
         found = re.fullmatch(r"shapes:(train|heldout):([12])(?::(\d+)/([1-9]\d*))?", source)
         if found is None or found[3] and int(found[3]) >= int(found[4]):
@@ -123,6 +127,28 @@ def prompts(source: str) -> tuple[str, ...]:
     return prompt_files.load_prompts(source)
 
 
+def eval_prompts(
+    config, model: presets.ModelConfig
+) -> tuple[tuple[str, ...], tuple[pathlib.Path, ...]]:
+    """(prompts of config.eval.prompts, file of the first frame of each where the model starts from
+    one); raises ValueError for prompts without the frames that the model needs."""
+    source, needed = config.eval.prompts, condition.kind(model) == "latents"
+    given = needed or trains_on_clips(config) and config.data.first_frame
+    if source == "previews" and given:
+        if model.wan.image_dim is not None and model.image is None:
+            raise ValueError(
+                f"{config.model.path} has no image_encoder, which the first frames of "
+                "config.eval.prompts='previews' need; give a whole model folder, or set it to ''"
+            )
+        return previews.images()
+    if source and needed:
+        raise ValueError(
+            f"config.eval.prompts has no first frames, which model {model.name} needs; set it to "
+            "'previews', or to '' to sample from clips"
+        )
+    return prompts(source), ()
+
+
 def clips(config) -> latents.Source:
     """The clips of config.data.path, by their headers."""
     if not config.data.path:
@@ -134,11 +160,6 @@ def clips(config) -> latents.Source:
 
 def clip_stream(config, source: latents.Source, model: presets.ModelConfig) -> latents.LatentStream:
     """The stream of clips; raises ValueError where data, model and config do not fit."""
-    if config.eval.prompts and condition.kind(model) == "latents":
-        raise ValueError(
-            f"config.eval.prompts has no first frames, which model {model.name} needs; set it to "
-            "'' to sample from clips"
-        )
     data = config.data
     return latents.LatentStream(
         source, data.batch, config.seed, data.holdout, model, data.first_frame
@@ -203,15 +224,36 @@ def _shapes(config: wan.WanConfig, dtype: str):
     return jax.eval_shape(lambda: wan.store(wan.init(jax.random.key(0), config), dtype))
 
 
-def load(config, mesh, model: presets.ModelConfig, roles: dict) -> tuple[dict, dict]:
-    """(weights of the VAE, {role: {expert: tree}} of the run, the student's under "student").
+def load_vae(config, mesh) -> dict:
+    """The weights of the run's VAE."""
+    dtype = config.model.vae_dtype
+    return load_model(config.model.path, param_dtype=dtype, mesh=mesh, components=("vae",))[0][
+        "vae"
+    ]
+
+
+def first_frames(
+    config, mesh, model: presets.ModelConfig, plan: settings.SamplingConfig, vae: dict, files
+) -> dict | None:
+    """The cond of `sampling.clips` from image files; None without files. The image encoder's
+    weights come and go in here."""
+    if not files:
+        return None
+    params = {"vae": vae}
+    if model.image is not None:
+        dtype, own = config.model.vae_dtype, ("image_encoder",)
+        params |= load_model(config.model.path, param_dtype=dtype, mesh=mesh, components=own)[0]
+    images = [video.fit(video.read_image(file), plan.height, plan.width) for file in files]
+    return condition.first_frames(params, images, plan.frames, model=model)
+
+
+def load(config, mesh, model: presets.ModelConfig, roles: dict) -> dict:
+    """{role: {expert: tree}} of the run's weights, the student's under "student".
 
     model, roles: as `models` finds them. A role without a path has no weights of its own; equal
     ones are loaded once.
     """
     start = [(list(config.lora.start), None, 1.0)] if config.lora.start else []
-    path, offload = config.model.path, config.model.offload
-    part, _ = load_model(path, param_dtype=config.model.vae_dtype, mesh=mesh, components=("vae",))
     weights_of: dict[str, dict] = {}
     loaded: dict[tuple, dict] = {}
     for role, its in {"student": model, **roles}.items():
@@ -223,11 +265,11 @@ def load(config, mesh, model: presets.ModelConfig, roles: dict) -> tuple[dict, d
                 print(f"{role:8} {own.path} {expert} as {dtype}", flush=True)
                 found, _ = load_model(
                     own.path, param_dtype=dtype, mesh=mesh, components=(expert,),
-                    adapters=start if role == "student" else (), offload=offload,
+                    adapters=start if role == "student" else (), offload=config.model.offload,
                 )  # fmt: skip
                 loaded[source] = found[expert]
             weights_of.setdefault(role, {})[expert] = loaded[source]
-    return part["vae"], weights_of
+    return weights_of
 
 
 def contexts(config, mesh, model: presets.ModelConfig, prompts) -> text.Encoder:

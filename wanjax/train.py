@@ -31,6 +31,7 @@ from wanjax import (
     evaluate,
     export,
     optim,
+    paths,
     report,
     rewards,
     sampling,
@@ -48,7 +49,7 @@ from wanjax.parallel import distributed, sharding
 from wanjax.run import alarms, checkpoint, disk, guard, metrics
 
 
-def main(config, dry_run: bool = False) -> pathlib.Path:
+def main(config, dry_run: bool = False) -> paths.Path:
     """Run the whole job of a ConfigDict; returns the run folder.
 
     Raises ValueError for what cannot run, before weights are read or anything compiles; a dry run
@@ -56,13 +57,14 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     """
     started = time.time()
     setup.check(config.to_dict())
-    run_dir = pathlib.Path(config.workdir) / config.name
+    run_dir = paths.resolve(config.workdir) / config.name
+    checkpoint.check(run_dir)
     algorithm = setup.ALGORITHMS[config.algorithm]
     by_name = dry_run and config.model.path in presets.MODELS  # a model without weights
-    data = distributed.everywhere(functools.partial(_read_data, config, dry_run))
-    reward = distributed.everywhere(functools.partial(_reward, config))
-    distributed.agree({"config": config.to_dict(), **data.facts()})
     model, roles = distributed.everywhere(lambda: setup.models(config, by_name=by_name))
+    data = distributed.everywhere(functools.partial(_read_data, config, model, dry_run))
+    reward = distributed.everywhere(functools.partial(_reward, config, data))
+    distributed.agree({"config": config.to_dict(), **data.facts()})
     run = setup.make(config, model, roles)
     algorithm.check(run)
     eval_plan = setup.evaluation_sampling(config, run)
@@ -76,8 +78,7 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
     with sharding.use_mesh(mesh):
         state = setup.abstract_state(config, run, algorithm, mesh)
         states.check_start(state, run.training, start)
-        table = _schedule_table(run, algorithm)
-        print(_banner(config, run, algorithm, state, mesh, table), flush=True)
+        print(_banner(config, run, algorithm, state, mesh), flush=True)
         if isinstance(stream, latents.LatentStream):
             print(stream.describe(), flush=True)
         if dry_run:
@@ -90,14 +91,12 @@ def main(config, dry_run: bool = False) -> pathlib.Path:
         if data.source:
             latents.check_encoders(data.source, config.model.path)
         encode = _encoder(config, run, mesh, data, stream)
-        vae, state = _begin(config, run, algorithm, mesh, start)
-        job = _job(config, run, algorithm, run_dir, data, stream, encode, vae, reward, eval_plan)
-        state = _restore(job, state)
-        if jax.process_index() == 0:
-            (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
-            disk.write_json(run_dir / "facts.json", _facts(config, run, state, mesh))
-            disk.write_json(run_dir / "sampler.json", sampling.note(run.sampling))
-        state = _loop(job, state)
+        vae = setup.load_vae(config, mesh)
+        cond = setup.first_frames(config, mesh, model, eval_plan, vae, data.eval_images)
+        tools = Tools(vae, jnp.asarray(encode([_negative(config, model)])), reward)
+        job = _job(config, run, algorithm, run_dir, data, stream, encode, cond, tools, eval_plan)
+        # nothing but the loop holds the first state: what is trained would exist twice
+        state = _loop(job, _begin(job, mesh, start))
         _finish(job, state, started)
     return run_dir
 
@@ -108,6 +107,7 @@ class _Data:
 
     prompts: tuple[str, ...]
     eval_prompts: tuple[str, ...]
+    eval_images: tuple[pathlib.Path, ...]  # the first frames of their videos; () for text alone
     source: latents.Source | None  # of clips, which then take the place of prompts
 
     def facts(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class _Job:
     config: Any
     setup: settings.Setup
     algorithm: Algorithm
-    run_dir: pathlib.Path
+    run_dir: paths.Path
     tools: Tools
     evaluation: evaluate.Evaluation
     stream: Any  # data.prompts.PromptStream or data.latents.LatentStream
@@ -132,18 +132,35 @@ class _Job:
     outside: dict[str, int] = field(default_factory=dict)  # of alarms.watch
 
 
-def _read_data(config, dry_run: bool) -> _Data:
+def _read_data(config, model: presets.ModelConfig, dry_run: bool) -> _Data:
     """Prompts, and the headers of the clips that the run trains on."""
+    texts, images = setup.eval_prompts(config, model)
+    shown = texts[: _shown(config)], images[: _shown(config)]
     if not setup.trains_on_clips(config):
-        return _Data(setup.prompts(config.prompts), setup.prompts(config.eval.prompts), None)
+        return _Data(setup.prompts(config.prompts), *shown, None)
     absent = dry_run and not config.data.path
-    source = None if absent else setup.clips(config)
-    return _Data((), setup.prompts(config.eval.prompts), source)
+    return _Data((), *shown, None if absent else setup.clips(config))
 
 
-def _reward(config) -> Callable | None:
-    """The reward function; missing packages and folders show here."""
-    return rewards.combine(config.reward, config.reward_deadline) if config.reward else None
+def _shown(config) -> int:
+    """How many evaluation prompts become videos."""
+    return config.eval.number if config.reward else config.eval.samples
+
+
+def _reward(config, data: _Data) -> Callable | None:
+    """The reward function; missing packages and folders show here, and evaluation prompts that it
+    cannot score."""
+    if not config.reward:
+        return None
+    reward = rewards.combine(config.reward, config.reward_deadline)
+    try:
+        reward.check(data.eval_prompts)
+    except ValueError as error:
+        raise ValueError(
+            f"config.eval.prompts is {config.eval.prompts!r}; set it to prompts that the reward "
+            f"can score, as config.prompts has, or to '' for no evaluation: {error}"
+        ) from None
+    return reward
 
 
 def _stream(config, data: _Data, model: presets.ModelConfig):
@@ -167,33 +184,37 @@ def _negative(config, model: presets.ModelConfig) -> str:
     return model.sampling.negative_prompt if own == "default" else own
 
 
-def _begin(config, run: settings.Setup, algorithm: Algorithm, mesh, start: dict):
-    """(weights of the VAE, the state at step 0); nothing else keeps the weights that are read."""
-    vae, weights = setup.load(config, mesh, run.model, run.roles)
-    state = algorithm.init(jax.random.key(config.seed), run, weights)
+def _begin(job: _Job, mesh, start: dict) -> states.State:
+    """The state that the run starts or continues with; the run folder says what it is."""
+    config, run, run_dir = job.config, job.setup, job.run_dir
+    weights = setup.load(config, mesh, run.model, run.roles)
+    state = job.algorithm.init(jax.random.key(config.seed), run, weights)
     if start:
         state = states.start_from(state, run.training, jax.tree.map(jnp.asarray, start))
-    return vae, states.place(state, mesh)
+    state = _restore(job, states.place(state, mesh))
+    if jax.process_index() == 0:
+        table = _schedule_table(run, job.algorithm)
+        (run_dir / "schedule.txt").write_text(table + "\n", encoding="utf-8")
+        disk.write_json(run_dir / "facts.json", _facts(config, run, state, mesh))
+        disk.write_json(run_dir / "sampler.json", sampling.note(run.sampling))
+    return state
 
 
 def _job(
-    config, run, algorithm, run_dir, data: _Data, stream, encode, vae, reward, eval_plan
+    config, run, algorithm, run_dir, data: _Data, stream, encode, cond, tools: Tools, eval_plan
 ) -> _Job:
-    """Bring together what the loop needs."""
-    model = run.model
-    tools = Tools(vae, jnp.asarray(encode([_negative(config, model)])), reward)
+    """Bring together what the loop needs; cond: of the evaluation prompts."""
 
-    def of_texts(texts: list[str]) -> Item:
-        return Item(texts, encode(texts))
+    def of_texts(texts: list[str], cond=None) -> Item:
+        return Item(texts, encode(texts), cond=cond)
 
-    shown = config.eval.number if config.reward else config.eval.samples
-    chosen, preview = list(data.eval_prompts[:shown]), None
-    if chosen:
-        preview = of_texts(chosen)
-    elif data.source:
-        preview = stream.preview(shown, sampling.latent_shape(model, run.sampling))
+    preview = None
+    if data.eval_prompts:
+        preview = of_texts(list(data.eval_prompts), cond)
+    elif data.source and not config.eval.prompts:
+        preview = stream.preview(_shown(config), sampling.latent_shape(run.model, run.sampling))
     evaluation = evaluate.Evaluation(
-        run_dir, model, eval_plan, algorithm.EVALUATED, run.rewards, tools, preview,
+        run_dir, run.model, eval_plan, algorithm.EVALUATED, run.rewards, tools, preview,
         seed=config.eval.seed, shown=config.eval.samples,
         static=_evaluation_static(run, algorithm, eval_plan),
         validate=evaluate.validation(algorithm, run, stream, tools) if data.source else None,
@@ -220,6 +241,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
     )  # fmt: skip
     writer = metrics.MetricsWriter(job.run_dir, total=config.steps, start=first, trackers=trackers)
     look = alarms.watch(config.alarms.limits, config.alarms.patience, job.outside)
+    saver = checkpoint.Saver(job.run_dir, functools.partial(_prune, job))
     saved, previous, save_times = first, None, {}
 
     def keep(step: int):
@@ -230,8 +252,8 @@ def _loop(job: _Job, state: states.State) -> states.State:
         previous = None
         writer.flush()  # before the checkpoint: a kill in between must not lose lines
         with metrics.phase(save_times, "checkpoint"):  # reported with the next step
-            _save(job, state, step)
-        saved = step
+            _save(job, saver, state, step)
+        saved = step  # or NotSaved ends the run: whatever ends the loop waits for the save
 
     try:
         for step in range(first, config.steps):
@@ -254,6 +276,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
             times |= metrics.speed(_flops(job, item), times)
             values = {**batch.metrics, **updated}
             del batch, item  # gone before the next ones are made
+            saver.check()
             _check_finite(previous, saved)
             _report_alarms(job, previous, look, writer)
             previous = (step, values)
@@ -265,6 +288,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
             if stop:
                 raise distributed.NeedsRestart(_stopped(saved))
     except KeyboardInterrupt:
+        saver.wait()
         writer.say(
             f"stopped; checkpoint {saved} of {config.steps} is kept, "
             "the same command continues from it"
@@ -272,6 +296,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
         raise
     finally:
         writer.close()
+        saver.close()
     return state
 
 
@@ -279,12 +304,16 @@ def _stopped(saved: int) -> str:
     return f"asked to stop; checkpoint {saved} is kept" if saved else "asked to stop before step 1"
 
 
-def _save(job: _Job, state: states.State, step: int) -> None:
-    """Write the checkpoint that continues with `step`, and remove those that need not stay."""
-    config, kept = job.config, {**_content(job, step), "alarms": dict(job.outside)}
-    checkpoint.save(job.run_dir, step, states.saved(state, job.setup.training), kept)
+def _save(job: _Job, saver: checkpoint.Saver, state: states.State, step: int) -> None:
+    """Begin to write the checkpoint that continues with `step`."""
+    kept = {**_content(job, step), "alarms": dict(job.outside)}
+    saver.save(step, states.saved(state, job.setup.training), kept)
+
+
+def _prune(job: _Job) -> None:
+    """Remove checkpoints that need not stay; process 0 only."""
     best = evaluate.best(job.run_dir)
-    checkpoint.prune(job.run_dir, config.keep_last, config.keep_every, best)
+    checkpoint.prune(job.run_dir, job.config.keep_last, job.config.keep_every, best)
 
 
 def _content(job: _Job, step: int) -> dict[str, dict]:
@@ -300,7 +329,8 @@ def _restore(job: _Job, state: states.State) -> states.State:
     config, run_dir, training = job.config, job.run_dir, job.setup.training
     step, content = checkpoint.latest_good(run_dir), {}
     if step is not None:
-        tree, meta = checkpoint.restore(run_dir, step, states.saved(state, training))
+        wanted = checkpoint.vacate(states.saved(state, training))
+        tree, meta = checkpoint.restore(run_dir, step, wanted)
         now = _content(job, step)
         then = {part: meta.get(part, now[part]) for part in now}
         job.stream.resume(then["data"], config.allow_changes)
@@ -318,8 +348,7 @@ def _restore(job: _Job, state: states.State) -> states.State:
     usual = default.get_config().to_dict()
     guard.record(run_dir, config.to_dict(), usual, step or 0, content)
     if step is not None:  # a lower keep_last makes room before the next checkpoint needs it
-        best = evaluate.best(run_dir)
-        checkpoint.prune(run_dir, config.keep_last, config.keep_every, best)
+        disk.on_first_process(lambda: _prune(job))
     return state
 
 
@@ -402,7 +431,7 @@ def _schedule_table(run: settings.Setup, algorithm: Algorithm) -> str:
     return schedule.describe(plan.schedule, dataclasses.asdict(plan.guidance), steps)
 
 
-def _banner(config, run: settings.Setup, algorithm: Algorithm, state, mesh, table: str) -> str:
+def _banner(config, run: settings.Setup, algorithm: Algorithm, state, mesh) -> str:
     plan, shape = run.sampling, sampling.latent_shape(run.model, run.sampling)
     return "\n".join(
         [
@@ -410,7 +439,7 @@ def _banner(config, run: settings.Setup, algorithm: Algorithm, state, mesh, tabl
             f"video    {plan.frames} frames of {plan.height}x{plan.width}, latents {shape}",
             f"step     {algorithm.describe(run)}; {config.steps} steps",
             states.describe(state, run.training, run.roles),
-            table,
+            _schedule_table(run, algorithm),
         ]
     )
 
@@ -454,7 +483,9 @@ def _command_line(argv) -> None:
             cache = pathlib.Path(config.compile_cache).expanduser()
             jax.config.update("jax_compilation_cache_dir", str(cache))
         main(config, _DRY_RUN.value)
-    except (ValueError, FloatingPointError, rewards.RewardError, alarms.Collapsed) as error:
+    except (
+        ValueError, FloatingPointError, rewards.RewardError, alarms.Collapsed, checkpoint.NotSaved,
+    ) as error:  # fmt: skip
         distributed.leave(1, f"wanjax.train: {error}")
     except distributed.NeedsRestart as error:
         distributed.leave(distributed.RESTART, f"wanjax.train: {error}")

@@ -43,7 +43,7 @@ def test_rounding_of_a_small_change_in_bfloat16_is_reported():
     name = "blocks.0.attn1.to_q"
     a, b = tiny.pair("m").values()
     w = base[f"{name}.weight"].all().astype(np.float32)
-    scale = 1e-4 * np.linalg.norm(w) / np.linalg.norm(b @ a)
+    scale = float(1e-4 * np.linalg.norm(w) / np.linalg.norm(b @ a))
     found = adapter.Adapter(modules={"high": {name: adapter.LowRank(a, b, scale)}})
     merged, rounding = weights.merge(base, found, "high", 1.0, None, "transformer")
     got = merged[f"{name}.weight"].all()
@@ -51,6 +51,18 @@ def test_rounding_of_a_small_change_in_bfloat16_is_reported():
     exact = w + np.float32(scale) * (b @ a)
     np.testing.assert_array_equal(got, exact.astype(got.dtype))
     want = np.linalg.norm(got.astype(np.float32) - exact) / np.linalg.norm(exact - w)
-    assert np.sqrt(rounding.error / rounding.change) == pytest.approx(want, rel=1e-3)
-    assert want > 0.5  # half of the change and more is lost
+    assert rounding.relative == pytest.approx(want, rel=1e-3)
+    assert want > 0.5 and rounding.large  # half of the change and more is lost
     assert rounding.moved == (got.astype(np.float32) != w).sum()
+
+
+@pytest.mark.parametrize("dtype, warned", [("bfloat16", True), ("float32", False)])
+def test_the_command_warns_where_the_stored_dtype_loses_the_change(tmp_path, capsys, dtype, warned):
+    model, pair = tmp_path / "m", tiny.pair(tiny.Q)
+    save.save_diffusers(tiny.params(), tiny.CONFIG, model)
+    path = tiny.save_adapter(tmp_path / "small_high_noise.safetensors", pair)
+    args = [str(model), "--to", "diffusers", "--out", str(tmp_path / dtype), "--dtype", dtype]
+    assert weights.main([*args, "--lora", f"{path}@0.001"]) == 0
+    text = capsys.readouterr().out
+    assert "of the wanted change along it; rounding is" in text
+    assert ("warning: --lora" in text and "write --dtype float32, or apply" in text) == warned

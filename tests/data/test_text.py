@@ -248,3 +248,44 @@ def test_contexts_are_padded_to_one_length_for_all_prompts(model):
     encode = text.Encoder(config, ["", long], params["text_encoder"])
     assert encode([""]).shape == encode([long]).shape == (1, 40, 24)
     assert not encode(["red"])[0, -1].any() and encode(["red"])[0, 0].any()
+
+
+def test_rows_in_a_folder_survive_and_damaged_ones_count_as_absent(tmp_path, rng):
+    rows = {name: rng.normal(size=(3 + k, 8)).astype(np.float32) for k, name in enumerate("abc")}
+    folder = text.Folder(tmp_path / "rows", 8, np.float32)
+    folder.update(rows)
+    again = text.Folder(tmp_path / "rows", 8, np.float32)
+    assert len(again) == 3 and "d" not in again
+    for name, row_SE in rows.items():
+        np.testing.assert_array_equal(again[name], row_SE)
+    for file in (tmp_path / "rows").glob("*/*"):
+        data = bytearray(file.read_bytes())
+        data[10] ^= 1
+        file.write_bytes(bytes(data))
+    fresh = text.Folder(tmp_path / "rows", 8, np.float32)
+    assert not any(name in fresh for name in rows)
+    fresh["a"] = rows["a"]
+    np.testing.assert_array_equal(fresh["a"], rows["a"])
+
+
+def test_rows_in_memory_are_bounded(tmp_path):
+    folder = text.Folder(tmp_path, 4, np.float32, memory=1000)
+    for number in range(50):
+        folder[str(number)] = np.full((5, 4), number, np.float32)  # 80 bytes
+        assert folder[str(number)][0, 0] == number
+    assert folder._held <= 1000 and len(folder._recent) == 12 and len(folder) == 50
+    assert folder["0"][0, 0] == 0  # from its file
+
+
+def test_each_prompt_is_encoded_once_and_then_no_encoder_is_needed(model, tmp_path):
+    params, config = setups.load_model(model)
+    prompts = ["", "red circle", "blue", "blue"]
+    rows = text.Folder(tmp_path, 24, np.float32)
+    first = text.Encoder(config, prompts, params["text_encoder"], rows)
+    assert sorted(first.missing(prompts)) == sorted(set(prompts))
+    want = first(prompts)
+    later = text.Encoder(config, prompts, rows=text.Folder(tmp_path, 24, np.float32))
+    assert later.missing(prompts) == []
+    np.testing.assert_array_equal(later(prompts), want)
+    plain = text.Encoder(config, prompts, params["text_encoder"])
+    np.testing.assert_allclose(plain(prompts), want, atol=1e-6)

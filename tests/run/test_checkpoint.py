@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from wanjax import paths
 from wanjax.run import checkpoint
 
 
@@ -251,8 +255,128 @@ def test_too_little_space_is_said_with_numbers_and_keeps_the_last_checkpoint(tmp
     checkpoint.save(tmp_path, 1, {"w": jnp.zeros(2)}, {})
     usage = type("usage", (), {"free": 100})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match=r"needs 0\.004 GB .* has 0\.000 GB free"):
+    with pytest.raises(checkpoint.NotSaved, match=r"needs 0\.004 GB .* has 0\.000 GB free"):
         checkpoint.save(tmp_path, 2, {"w": jnp.zeros(1_000_000)}, {})
+    assert checkpoint.latest_good(tmp_path) == 1
+
+
+@pytest.fixture
+def saver(tmp_path):
+    saver = checkpoint.Saver(tmp_path)
+    yield saver
+    saver.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that every commit waits for."""
+    event, commit = threading.Event(), checkpoint._commit
+    held = lambda *args: (event.wait(60), commit(*args))
+    monkeypatch.setattr(checkpoint, "_commit", held)
+    yield event
+    event.set()
+
+
+def test_a_checkpoint_in_flight_does_not_count_and_is_not_pruned(tmp_path, saver, gate):
+    gate.set()
+    saver.save(1, {"w": jnp.zeros(2)}, {})
+    saver.wait()
+    gate.clear()
+    final = saver.save(2, {"w": jnp.ones(2)}, {})
+    saver.check()  # nothing has gone wrong
+    checkpoint.prune(tmp_path, keep_last=1)
+    names = lambda: sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names() == ["step_00000001", "tmp-step_00000002"]
+    assert checkpoint.latest_good(tmp_path) == 1 and not final.exists()
+    gate.set()
+    saver.wait()
+    assert names() == ["step_00000001", "step_00000002"] and checkpoint.latest_good(tmp_path) == 2
+
+
+def test_a_save_waits_for_the_one_before_and_tidies_after_each(tmp_path):
+    seen = []
+    saver = checkpoint.Saver(tmp_path, lambda: seen.append(checkpoint.latest_good(tmp_path)))
+    for step in (1, 2, 3):
+        saver.save(step, {"w": jnp.full(2, step)}, {})
+    saver.close()
+    assert seen == [1, 2, 3]
+
+
+def test_a_state_that_is_donated_right_after_the_save_is_written_as_it_was(tmp_path, saver, gate):
+    donated = jnp.arange(1 << 16, dtype=jnp.float32) + 1
+    deleted, host = jnp.full(1 << 16, 5.0), np.full(9, 3.0)
+    saver.save(1, {"a": donated, "b": deleted, "c": host}, {})
+    step = jax.jit(lambda x: 0 * x - 7, donate_argnums=0)
+    for _ in range(3):
+        donated = step(donated)
+    donated.block_until_ready()
+    deleted.delete()
+    host[:] = -1
+    gate.set()
+    saver.wait()
+    like = {name: jax.ShapeDtypeStruct((1 << 16,), jnp.float32) for name in "ab"}
+    like["c"] = jax.ShapeDtypeStruct((9,), np.float64)
+    with jax.enable_x64(True):
+        state, _ = checkpoint.restore(tmp_path, 1, like)
+    np.testing.assert_array_equal(state["a"], np.arange(1 << 16) + 1)
+    assert np.all(np.asarray(state["b"]) == 5) and np.all(np.asarray(state["c"]) == 3)
+
+
+def test_an_error_in_the_background_is_one_line_at_the_next_check_once(
+    tmp_path, saver, monkeypatch
+):
+    saver.save(1, {"w": jnp.zeros(2)}, {})
+    saver.wait()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device\nat block 7")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_digests", full)
+        saver.save(2, {"w": jnp.ones(2)}, {})
+        futures.wait([saver._saving])
+    with pytest.raises(checkpoint.NotSaved) as error:
+        saver.check()
+    assert str(error.value) == (
+        "checkpoint 2 could not be saved (OSError: [Errno 28] No space left on device at block 7); "
+        "the one before it is kept: mend that and run the same command again"
+    )
+    saver.check()
+    assert checkpoint.latest_good(tmp_path) == 1
+    saver.save(3, {"w": jnp.ones(2)}, {})
+    saver.wait()
+    assert checkpoint.latest_good(tmp_path) == 3
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000001",
+        "step_00000003",
+    ]
+
+
+LIMITED = textwrap.dedent("""
+    import resource, sys, time, numpy as np
+    from wanjax.run import checkpoint
+    saver = checkpoint.Saver(sys.argv[1])
+    saver.save(1, {"w": np.zeros(9)}, {})
+    saver.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # bytes of a file
+    saver.save(2, {"w": np.random.default_rng(0).random(1 << 17)}, {})
+    try:
+        while True:
+            saver.check()
+            time.sleep(0.01)
+    except checkpoint.NotSaved as error:
+        print(repr(str(error)))
+    saver.close()
+""")
+
+
+def test_a_write_that_fails_is_raised_by_a_later_check(tmp_path):
+    """The kernel refuses to write more, as on a full disk."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("'checkpoint 2 could not be saved ("), done.stdout + done.stderr
+    assert "the one before it is kept" in done.stdout and "\\n" not in done.stdout
     assert checkpoint.latest_good(tmp_path) == 1
 
 
@@ -290,10 +414,54 @@ def test_a_kill_at_any_instant_leaves_a_good_checkpoint(tmp_path):
         assert not list(run.glob("checkpoints/corrupt-*"))
 
 
+IN_FLIGHT = textwrap.dedent("""
+    import sys, threading, jax.numpy as jnp
+    from wanjax.run import checkpoint
+    saver = checkpoint.Saver(sys.argv[1])
+    state = {"w": jnp.ones((512, 512))}
+    saver.save(1, state, {})
+    saver.wait()
+    def hold(*args, **kwargs):
+        print("held", flush=True)
+        threading.Event().wait()
+    setattr(checkpoint.os if sys.argv[2] == "rename" else checkpoint, sys.argv[2], hold)
+    saver.save(2, state, {})
+    threading.Event().wait()
+""")
+
+
+@pytest.mark.parametrize("instant", ["_commit", "rename"])
+def test_a_kill_while_a_save_is_in_flight_leaves_the_one_before(tmp_path, instant):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", IN_FLIGHT, str(tmp_path), instant]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / "checkpoints/tmp-step_00000002").is_dir()
+    assert checkpoint.latest_good(tmp_path) == 1
+    checkpoint.save(tmp_path, 2, {"w": jnp.ones(2)}, {})
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+    ]
+
+
 TWO_PROCESSES = textwrap.dedent("""
-    import sys, jax, jax.numpy as jnp, numpy as np
+    import sys, threading, jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec as P
     from wanjax.run import checkpoint, guard
+    def guarded(collective):
+        def call(*args, **kwargs):
+            assert threading.current_thread() is threading.main_thread(), "collective in a thread"
+            return collective(*args, **kwargs)
+        return call
+    for name in ("broadcast_one_to_all", "sync_global_devices", "process_allgather"):
+        setattr(multihost_utils, name, guarded(getattr(multihost_utils, name)))
+    digested, digests = [], checkpoint._digests
+    spy = lambda folder, names, **how: digested.extend(names) or digests(folder, names, **how)
+    checkpoint._digests = spy
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     run, port, rank = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
@@ -302,9 +470,19 @@ TWO_PROCESSES = textwrap.dedent("""
     make = jax.jit(lambda: {"w": jnp.arange(16.0)}, out_shardings={"w": sharding})
     assert guard.claim(run, {"seed": 0}, resume=True) is False
     assert checkpoint.latest_good(run) is None
+    saver = checkpoint.Saver(run, lambda: checkpoint.prune(run, keep_last=2))
+    train = jax.jit(lambda s: {"w": s["w"] + s["w"].sum()}, donate_argnums=0)
     for step in (1, 2, 3):
-        checkpoint.save(run, step, make(), {"step": step})
-        checkpoint.prune(run, keep_last=2)
+        state = make()
+        saver.save(step, state, {"step": step})
+        for _ in range(20):  # collectives of the steps that follow
+            state = train(state)
+        jax.block_until_ready(state)
+        saver.check()
+    saver.close()
+    own = [name for name in digested if name.startswith(f"arrays/ocdbt.process_{rank}/")]
+    others = [name for name in digested if f"ocdbt.process_{1 - int(rank)}/" in name]
+    assert own and not others and (rank == "0" or own == digested), digested
     assert checkpoint.latest_good(run) == 3
     state, meta = checkpoint.restore(run, 3, jax.eval_shape(make) | {"w": make()["w"]})
     assert state["w"].sharding == sharding and meta == {"step": 3}
@@ -345,3 +523,82 @@ def test_two_processes_write_one_checkpoint_that_one_process_can_read(tmp_path):
     ]
     state, _ = checkpoint.restore(run, 3, {"w": jax.ShapeDtypeStruct((16,), jnp.float32)})
     np.testing.assert_array_equal(state["w"], np.arange(16.0))
+
+
+def test_what_is_restored_takes_the_place_of_what_was_there(tmp_path):
+    state = {"a": jnp.arange(4.0), "b": {"c": jax.device_put(jnp.ones(3), jax.devices()[1])}}
+    want = jax.tree.map(np.array, state)
+    checkpoint.save(tmp_path, 1, state, {})
+    shapes = checkpoint.vacate(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    back, _ = checkpoint.restore(tmp_path, 1, shapes)
+    assert jax.tree.map(np.array_equal, back, want) == {"a": True, "b": {"c": True}}
+    assert not back["a"].committed and back["b"]["c"].devices() == {jax.devices()[1]}
+
+
+# ------------------------------------------------------------------------------ object stores
+
+
+def names(folder):
+    """First two parts of the addresses below a folder of a store."""
+    return sorted({"/".join(name.split("/")[:2]) for name in paths.files(folder)})
+
+
+def test_checkpoints_in_a_store_come_back_bit_for_bit_and_are_pruned(bucket):
+    run, state = f"{bucket}/runs/a", make_state()
+    del state["host"]
+    saver = checkpoint.Saver(run, lambda: checkpoint.prune(run, keep_last=2))
+    for step in (1, 2, 3):
+        folder = saver.save(step, {**state, "count": jnp.int32(step)}, {"cursor": step})
+    saver.close()
+    assert str(folder) == f"{bucket}/runs/a/checkpoints/step_00000003"
+    assert names(bucket / "runs/a/checkpoints") == [
+        f"step_0000000{step}/{name}" for step in (2, 3) for name in ("MANIFEST.json", "arrays")
+    ]
+    assert checkpoint.latest_good(run) == 3
+    for step in (2, 3):
+        restored, meta = checkpoint.restore(run, step, abstract(state))
+        assert_bits_equal(restored, {**state, "count": jnp.int32(step)})
+        assert meta == {"cursor": step}
+    assert set(checkpoint.read(run, 3, "adapters")) == {
+        "default/high/blocks/attn1/to_q/a",
+        "default/low/to_out.0/b",
+    }
+
+
+def test_what_a_kill_or_damage_leaves_in_a_store_is_not_used(bucket, capsys):
+    run = bucket / "run"
+    for step in (1, 2, 3):
+        checkpoint.save(run, step, {"w": jnp.full(1000, step)}, {})
+    at = lambda step: run / f"checkpoints/step_0000000{step}"
+    (at(3) / "MANIFEST.json").unlink()  # as if killed before the commit
+    file = max(paths.files(at(2)), key=paths.files(at(2)).__getitem__)
+    data = bytearray((at(2) / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (at(2) / file).write_bytes(bytes(data))
+    assert checkpoint.latest_good(run) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "step_00000003, not a finished checkpoint" in said[0]
+    assert f"is damaged ({file} has a different crc32" in said[1]
+    checkpoint.save(run, 4, {"w": jnp.full(1000, 4)}, {})  # keeps the damaged one for inspection
+    assert "removing" in capsys.readouterr().out
+    assert names(run / "checkpoints") == [
+        "step_00000001/MANIFEST.json",
+        "step_00000001/arrays",
+        "step_00000002/DAMAGED.json",
+        "step_00000002/arrays",
+        "step_00000004/MANIFEST.json",
+        "step_00000004/arrays",
+    ]
+    checkpoint.save(run, 2, {"w": jnp.full(1000, 2)}, {})  # the step is reached again
+    assert "step_00000002/DAMAGED.json" not in names(run / "checkpoints")
+    restored, _ = checkpoint.restore(run, 2, {"w": jax.ShapeDtypeStruct((1000,), jnp.int32)})
+    assert np.all(np.asarray(restored["w"]) == 2)
+
+
+def test_several_processes_and_s3_is_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    checkpoint.check(epath.Path("gs://bucket/run"))
+    with pytest.raises(ValueError, match="^s3://bucket/run: .*; set config.workdir") as error:
+        checkpoint.check(epath.Path("s3://bucket/run"))
+    assert "\n" not in str(error.value)

@@ -284,3 +284,26 @@ def test_ready_splits_the_wait_between_rollout_and_decode():
     assert seen == [0.0, 1.0, 2.0] and set(times) == {"time/collect/rollout", "time/collect/decode"}
     doubled = metrics.clocked(lambda x: 2 * x, times, "collect/reward")
     assert doubled(4) == 8 and times["time/collect/reward"] >= 0
+
+
+def test_lines_of_a_run_in_a_store_are_there_after_each_flush_and_a_resume_keeps_them(bucket):
+    """The first writer is killed after step 2, of which nothing was flushed."""
+    run = bucket / "run"
+    for start, stop in ((0, 3), (2, 4)):
+        writer = metrics.MetricsWriter(run, total=4, start=start)
+        for step in range(start, stop):
+            if step == 2:
+                writer.flush()
+                assert [record["step"] for record in metrics.read(run)] == [0, 1]
+            writer.write(step, {"loss": float(step + 10 * start)})
+        if stop == 4:
+            writer.close()
+    kept = [(record["step"], record["loss"]) for record in metrics.read(run)]
+    assert kept == [(0, 0.0), (1, 1.0), (2, 22.0), (3, 23.0)]
+    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_in_a_store_is_one_line(bucket):
+    with pytest.raises(ValueError, match="config.tensorboard writes to a local") as error:
+        trackers(bucket / "run", tensorboard=True)
+    assert "\n" not in str(error.value)

@@ -139,8 +139,9 @@ class Encoder:
         rows to fill and read, such as Folder."""
         self.params, self.rows = params, {} if rows is None else rows
         self._tokenizer, self._length = load_tokenizer(model.tokenizer), model.wan.text_len
-        _, mask_BS = tokenize(self._tokenizer, list(dict.fromkeys(prompts)), self._length)
-        self._rows = bucket(int(mask_BS.sum(1).max()), self._length)
+        cleaned = [clean(prompt) for prompt in dict.fromkeys(prompts)]
+        longest = max(len(found.ids) for found in self._tokenizer.encode_batch(cleaned))
+        self._rows = bucket(min(longest, self._length), self._length)
         self._run = jax.jit(functools.partial(umt5.encode, config=model.text))
 
     def missing(self, prompts) -> list[str]:

@@ -9,7 +9,6 @@ Frames are [T, H, W, 3] uint8. H.264 is lossy: the files are for viewing, no cod
 """
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -37,16 +36,14 @@ def write_mp4(path, frames_THWC: np.ndarray, fps: int) -> None:
     frames = _checked(frames_THWC)
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.stem}.tmp.mp4")
+    path = paths.resolve(path)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-f", "rawvideo"]
     command += ["-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
-    command += ["-i", "-", "-c:v", "libx264", "-pix_fmt", "yuv420p", *_ENCODER, str(tmp)]
-    result = subprocess.run(command, input=frames.tobytes(), capture_output=True)
-    if result.returncode:
-        raise OSError(f"ffmpeg could not write {path}: {result.stderr.decode().strip()}")
-    os.replace(tmp, path)
+    command += ["-i", "-", "-c:v", "libx264", "-pix_fmt", "yuv420p", *_ENCODER]
+    with paths.whole_file(path) as part:
+        result = subprocess.run([*command, part], input=frames.tobytes(), capture_output=True)
+        if result.returncode:
+            raise OSError(f"ffmpeg could not write {path}: {result.stderr.decode().strip()}")
 
 
 def frame_grid(path, videos: Sequence[np.ndarray]) -> None:
@@ -65,13 +62,13 @@ def frame_grid(path, videos: Sequence[np.ndarray]) -> None:
 
 def write_samples(
     run_dir, step: int, videos, prompts: Sequence[str], fps: int, scores: Sequence | None = None
-) -> pathlib.Path:
+) -> paths.Path:
     """Write the samples of a step (videos, prompts, {name: score} if any); return their folder."""
     if not len(videos) == len(prompts) == len(scores if scores is not None else prompts):
         raise ValueError(
             f"got {len(videos)} videos, {len(prompts)} prompts and {len(scores or prompts)} scores"
         )
-    folder = pathlib.Path(run_dir) / "samples" / f"step_{step:06d}"
+    folder = paths.resolve(run_dir) / "samples" / f"step_{step:06d}"
     for n, (frames, prompt) in enumerate(zip(videos, prompts, strict=True)):
         write_mp4(folder / f"{n:03d}.mp4", frames, fps)
         (folder / f"{n:03d}.txt").write_text(prompt + "\n", encoding="utf-8")

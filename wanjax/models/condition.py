@@ -12,9 +12,14 @@ The arithmetic is that of diffusers' WanImageToVideoPipeline.
 Shapes: B batch, T latent frames, H W latent height/width, C channels, z latent channels of the VAE.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from wanjax.models import clip, presets, vae, wan
+from wanjax.parallel import sharding
 
 _MASK = vae.VAEConfig().scale_factor_temporal  # one mask channel per pixel frame of a latent frame
 _TI2V_CHANNELS = 48  # the only variant of its width, and the only one that takes a clean frame
@@ -48,6 +53,14 @@ def first_frame(params: dict, image_BHWC, frames: int, *, model: presets.ModelCo
         pixels = clip.preprocess(image_BHWC, config=model.image)
         tokens = clip.encode_image(params["image_encoder"], pixels, config=model.image)
     return of_latents(latents, tokens)
+
+
+def first_frames(params: dict, images, frames: int, *, model: presets.ModelConfig) -> dict:
+    """`first_frame` of images [H, W, 3] uint8 of one size, one after the other, for all hosts."""
+    encode = jax.jit(functools.partial(first_frame, frames=frames, model=model))
+    inputs = (image[None] / np.float32(127.5) - 1 for image in images)
+    conds = [jax.tree.map(sharding.fetch, encode(params, x)) for x in inputs]
+    return {name: np.concatenate([cond[name] for cond in conds]) for name in conds[0]}
 
 
 def of_latents(first_BTHWC, image_BSE=None) -> dict:

@@ -84,7 +84,8 @@ def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
     deadline: seconds that one reward may take per call.
     The function raises RewardError for a reward that takes longer, gives the wrong number of
     scores, or leaves the range of a built-in one; NaN passes. It has the attribute `once` where
-    one of the rewards has it: see `run`.
+    one of the rewards has it: see `run`; its attribute `check` takes prompts and raises ValueError
+    for one that a reward cannot score, which such a reward's own attribute `check` says.
     """
     functions = {name: find(name) for name in names}
     labels = _labels(functions)
@@ -109,6 +110,15 @@ def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
                 info["success"] = info[f"reward/{label}/strict"]
         return scores, info | _looks(video_BTHWC)
 
+    def check(prompts):
+        for name, function in functions.items():
+            try:
+                for prompt in prompts if hasattr(function, "check") else ():
+                    function.check(prompt)
+            except ValueError as error:
+                raise ValueError(f"reward {labels[name]}: {error}") from None
+
+    score.check = check
     score.once = any(getattr(function, "once", False) for function in functions.values())
     return score
 

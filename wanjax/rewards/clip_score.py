@@ -37,6 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import transformers
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from wanjax import paths, trees
@@ -88,7 +90,7 @@ def load(path):
     tensors = _from_open_clip(tensors) if foreign else tensors
     shapes = jax.eval_shape(lambda: clip.init_clip(jax.random.key(0), config))
     flat = {path: _leaf(tensors, path, x.shape, file) for path, x in trees.flatten(shapes).items()}
-    return jax.device_put(trees.unflatten(flat), jax.local_devices()[0]), config
+    return jax.device_put(trees.unflatten(flat), _own_devices()), config
 
 
 def cut_pixels(frames_NHWC: np.ndarray, size: int) -> np.ndarray:
@@ -127,7 +129,10 @@ def _reward(
     size = config.vision.image_size
 
     def images(x_NHWC):
-        return _embed_images(params, pixels(x_NHWC, size), config=config)
+        return _embed_images(params, _split(pixels(x_NHWC, size)), config=config)
+
+    def texts(ids_BS):
+        return _embed_texts(params, _split(ids_BS), config=config)
 
     def reward(video_BTHWC, prompts, meta):
         del meta
@@ -135,7 +140,6 @@ def _reward(
         B, T = video_BTHWC.shape[:2]
         image_ND = _batched(images, video_BTHWC.reshape(B * T, *video_BTHWC.shape[2:]), batch)
         different = list(dict.fromkeys(prompts))
-        texts = partial(_embed_texts, params, config=config)
         text_ND = _batched(texts, tokenize([clean(prompt) for prompt in different]), batch)
         text_BD = text_ND[[different.index(prompt) for prompt in prompts]]
         cos_BT = np.einsum("BTD,BD->BT", image_ND.reshape(B, T, -1), text_BD, dtype=np.float64)
@@ -160,9 +164,21 @@ def _normalised(x_ND):
     return x_ND / jnp.linalg.norm(x_ND, axis=1, keepdims=True)
 
 
+def _own_devices(*axes: str | None) -> NamedSharding:
+    """A layout on the devices of this process: split over ("rows",), whole on each without it."""
+    return NamedSharding(Mesh(np.array(jax.local_devices()), ("rows",)), P(*axes))
+
+
+def _split(rows):
+    """Rows divided among the devices of this process, which all hold the tower."""
+    return jax.device_put(rows, _own_devices("rows"))
+
+
 def _batched(function, rows, batch: int) -> np.ndarray:
-    """Apply function to rows, always `batch` at a time: the last row repeats to fill up."""
-    results = []
+    """Apply function to rows, always `batch` at a time, made up to a multiple of the devices that
+    share them: the last row repeats to fill up."""
+    results, ways = [], jax.local_device_count()
+    batch = -(-batch // ways) * ways
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         full = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])

@@ -58,6 +58,7 @@ def ocr(frames: str = "4", pool: str = "mean", confidence: float = 0.9) -> Calla
         ]
         return np.array([POOLS[pool](np.array(row)) for row in frames_BT]), {}
 
+    reward.check = target  # of a prompt, see rewards.combine
     return reward
 
 

@@ -232,6 +232,9 @@ def reward(video_BTHWC, prompts, meta=None):
     return scores_B.astype(np.float32), info
 
 
+reward.check = parse  # of a prompt, see rewards.combine
+
+
 def _distances(x, y, xp):
     """Signed distances to the edges of the unit-area shapes (y down), inside negative."""
     return [

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +9,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from wanjax import paths
+
 
 def write_json(path, value) -> None:
     """Write `value` to `path`; a reader or a crash sees the old file or the new one, never half."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
-        file.write(dump_json(value, str(path)) + "\n")
+    path = paths.resolve(path)
+    text = dump_json(value, str(path)) + "\n"
+    with paths.whole_file(path) as part, open(part, "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(tmp, path)
     sync_folder(path.parent)
 
 
@@ -53,7 +52,9 @@ def on_first_process(fn: Callable[[], Any]):
 
 
 def sync_folder(folder) -> None:
-    """Force the entries of a folder to disk."""
+    """Force the entries of a local folder to disk."""
+    if paths.is_remote(folder):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,12 +16,10 @@ reward.NAME?ARGUMENT.
 import datetime
 import fnmatch
 import json
-import pathlib
-import shutil
 import urllib.parse
 from typing import Any
 
-from wanjax import trees
+from wanjax import paths, trees
 from wanjax.run import disk
 
 _CLIP = ("pickscore", "clipscore", "hpsv2")
@@ -68,7 +66,7 @@ def claim(
     anything else or, when `resume` is False, any run; for a key that changes the result unless
     `allow`; and for one that the run's checkpoints do not fit.
     """
-    run_dir = pathlib.Path(run_dir)
+    run_dir = paths.resolve(run_dir)
     return bool(disk.on_first_process(lambda: _claim(run_dir, config, resume, defaults, allow)))
 
 
@@ -81,13 +79,13 @@ def record(
     that such a change makes void, and writes config.json. content: {name: (old, new)} of data that
     differ under the same config.
     """
-    run_dir = pathlib.Path(run_dir)
+    run_dir = paths.resolve(run_dir)
     disk.on_first_process(lambda: _record(run_dir, config, defaults, step, content))
 
 
 def changes(run_dir) -> list[dict[str, Any]]:
     """The entries of changes.json: step, time (UTC), key, old and new value (null: none)."""
-    file = pathlib.Path(run_dir) / "changes.json"
+    file = paths.resolve(run_dir) / "changes.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
@@ -159,7 +157,7 @@ def _forget(run_dir, step):
     due."""
     for path in (*run_dir.glob("evals/step_*.json"), *run_dir.glob("samples/step_*")):
         if int(path.stem.removeprefix("step_")) >= step:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            paths.remove(path)
 
 
 def _changes(file, config, defaults) -> dict[str, tuple[str, str]]:

@@ -6,6 +6,9 @@ A metric is a scalar named `group/name`, with the expert as one more component w
 killed and resumed. metrics.jsonl has one JSON object per step; values that JSON cannot hold are the
 strings "NaN", "Infinity" and "-Infinity", and `read` turns them back into floats.
 
+An object store cannot append: there the file is kept locally and uploaded whole by `flush`, so a
+kill loses the lines since the last one, which is before the last checkpoint.
+
 Values may be device arrays: they are fetched when the next step is written, so nothing blocks.
 """
 
@@ -13,6 +16,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import io
 import json
 import math
 import os
@@ -22,6 +26,7 @@ import resource
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -29,6 +34,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from wanjax import paths
 from wanjax.parallel import distributed
 
 EXPERTS = ("high", "low")
@@ -42,7 +48,7 @@ class Tracker(Protocol):
     """Another destination of metrics; what it raises is reported once and never stops the run."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None: ...
+    def video(self, step: int, name: str, path: paths.Path, caption: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -61,10 +67,9 @@ class MetricsWriter:
         self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._file = None
         if jax.process_index() == 0:
-            path = pathlib.Path(run_dir) / "metrics.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _rewind(path, start)
-            self._file = open(path, "a", encoding="utf-8")
+            self._path = paths.resolve(run_dir) / "metrics.jsonl"
+            _rewind(self._path, start)
+            self._file = _appending(self._path)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the scalars of `step` and emit the previous step; the same step again is merged."""
@@ -81,7 +86,7 @@ class MetricsWriter:
 
     def video(self, step: int, name: str, path, caption: str) -> None:
         """Give a video file to the trackers."""
-        self._track("video", step, name, pathlib.Path(path), caption)
+        self._track("video", step, name, paths.resolve(path), caption)
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the progress line."""
@@ -95,6 +100,8 @@ class MetricsWriter:
                 self._emit()
             self._file.flush()
             os.fsync(self._file.fileno())
+            if paths.is_remote(self._path):
+                self._path.write_bytes(pathlib.Path(self._file.name).read_bytes())
 
     def close(self) -> None:
         """Flush, end the progress line and close the trackers."""
@@ -138,11 +145,9 @@ class MetricsWriter:
 
 def read(run_dir) -> list[dict[str, float]]:
     """Return the records of metrics.jsonl in order; a line truncated by a kill is left out."""
-    path = pathlib.Path(run_dir) / "metrics.jsonl"
-    if not path.exists():
-        return []
-    with open(path, encoding="utf-8") as file:
-        return [record for line in file if (record := _parse(line)) is not None]
+    path = paths.resolve(run_dir) / "metrics.jsonl"
+    lines = _lines(path) if path.exists() else []
+    return [record for line in lines if (record := _parse(line)) is not None]
 
 
 def split_name(key: str) -> tuple[str, str]:
@@ -271,6 +276,10 @@ def make_trackers(
 
     A missing package raises ValueError; a service that fails to start is reported and left out.
     """
+    if tensorboard and paths.is_remote(paths.resolve(run_dir)):
+        raise ValueError(
+            "config.tensorboard writes to a local config.workdir only; set one of them differently"
+        )
     if tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ValueError(
             "config.tensorboard is on but the package tensorboardX is missing; "
@@ -296,7 +305,7 @@ class Wandb:
     def __init__(self, run_dir, config: dict[str, Any], project: str, mode: str):
         import wandb  # slow to import, and only some runs want it
 
-        run_dir = pathlib.Path(run_dir)
+        run_dir = paths.resolve(run_dir)
         file = run_dir / "wandb_id.txt"
         if not file.exists():
             file.write_text(secrets.token_hex(4) + "\n")
@@ -306,7 +315,7 @@ class Wandb:
             name=run_dir.name,
             id=file.read_text().strip(),
             resume="allow",
-            dir=run_dir,
+            dir=None if paths.is_remote(run_dir) else run_dir,
             mode=mode,  # pyright: ignore[reportArgumentType]  (checked by make_trackers)
             config=config,
             settings=wandb.Settings(init_timeout=60, silent=True),
@@ -317,8 +326,8 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
-        film = self._wandb.Video(str(path), caption=caption, format="mp4")
+    def video(self, step: int, name: str, path: paths.Path, caption: str) -> None:
+        film = self._wandb.Video(io.BytesIO(path.read_bytes()), caption=caption, format="mp4")
         self._run.log({"step": step, name: film})
 
     def close(self) -> None:
@@ -331,14 +340,14 @@ class TensorBoard:
     def __init__(self, run_dir, start: int):
         import tensorboardX  # an optional package
 
-        folder = str(pathlib.Path(run_dir) / "tensorboard")
+        folder = str(paths.resolve(run_dir) / "tensorboard")
         self._writer = tensorboardX.SummaryWriter(folder, purge_step=start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
 
-    def video(self, step: int, name: str, path: pathlib.Path, caption: str) -> None:
+    def video(self, step: int, name: str, path: paths.Path, caption: str) -> None:
         """Do nothing: TensorBoard shows GIFs only, and the mp4 is in the samples folder."""
 
     def close(self) -> None:
@@ -353,12 +362,26 @@ def _rewind(path, start):
     """Remove lines of steps >= start, and any truncated line, from metrics.jsonl."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = _lines(path)
     kept = [line for line in lines if (r := _parse(line)) is not None and r["step"] < start]
     if len(kept) < len(lines):
-        tmp = path.with_name(".metrics.jsonl.tmp")
-        tmp.write_text("".join(kept), encoding="utf-8")
-        os.replace(tmp, path)
+        with paths.whole_file(path) as part:
+            part.write_text("".join(kept), encoding="utf-8")
+
+
+def _appending(path):
+    """The open file that lines are added to: metrics.jsonl, or a local copy of one in a store."""
+    if not paths.is_remote(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", encoding="utf-8")
+    file = tempfile.NamedTemporaryFile("a", encoding="utf-8", prefix="wanjax-")
+    if path.exists():
+        file.write(path.read_text(encoding="utf-8"))
+    return file
+
+
+def _lines(path):
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 def _parse(line):
