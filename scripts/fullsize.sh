@@ -14,7 +14,7 @@ PY=${PYTHON:-python3}
 fail() { echo "fullsize: $*" >&2; exit 1; }
 [[ $# -gt 0 && $1 != --* ]] || fail "expected a folder to work in as first argument, got '${1:-}'"
 mkdir -p "$1" && OUT=$(cd "$1" && pwd) && shift
-cd "$(dirname "${BASH_SOURCE[0]}")/.." && export PYTHONPATH=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/.." && export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 trap 'jobs -p | xargs -r kill -9' EXIT
 
 steps() { find "$RUN/checkpoints" -maxdepth 1 -name 'step_*' 2>/dev/null | sed 's/.*_0*//' | sort -n | tail -n 1; }

@@ -5,6 +5,7 @@ those of subprocesses, find them through the environment; the addresses hold for
 as fsspec and epath keep their clients.
 """
 
+import http
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ _NUMBERS = itertools.count()
 def stores():
     """{scheme: make(name)} of the running servers; make creates a bucket."""
     from gcp_storage_emulator import server as gs
+    from gcp_storage_emulator.handlers import objects
     from moto.server import ThreadedMotoServer
 
     for name in ("werkzeug", "gcp_storage_emulator"):
@@ -32,6 +34,10 @@ def stores():
     at_s3 = "http://{}:{}".format(*s3.get_host_and_port())
     at_gs = "http://{}:{}".format(*google._api._httpd.server_address)
     with pytest.MonkeyPatch.context() as patch:
+        for _, methods in gs.HANDLERS:
+            for method in set(methods) & {"GET", "POST"}:
+                if methods[method] in (objects.get, objects.download, objects.insert):
+                    patch.setitem(methods, method, _conditional(methods[method]))
         patch.setenv("AWS_ENDPOINT_URL", at_s3)
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -68,6 +74,26 @@ def upload(source, to: epath.Path) -> epath.Path:
     for path in [source] if source.is_file() else filter(pathlib.Path.is_file, source.rglob("*")):
         (to / path.relative_to(source)).write_bytes(path.read_bytes())
     return to
+
+
+def _conditional(handler):
+    """A handler of gcp-storage-emulator with what it lacks and TensorStore commits by: generations
+    of objects, and requests on condition of one."""
+
+    def handle(request, response, storage):
+        name = request.params.get("object_id") or request.query.get("name", [""])[0]
+        objects = storage.objects.get(request.params["bucket_name"], {})
+        now = objects.get(name, {}).get("generation", "0")  # 0: there is none
+        asked = lambda key: request.query.get(key, [None])[0]
+        if asked("ifGenerationMatch") not in (None, now):
+            response.status = http.HTTPStatus.PRECONDITION_FAILED
+        elif asked("ifGenerationNotMatch") == now != "0":
+            response.status = http.HTTPStatus.NOT_MODIFIED
+        else:
+            handler(request, response, storage)
+            response["x-goog-generation"] = objects.get(name, {}).get("generation", "0")
+
+    return handle
 
 
 def _make(scheme: str, stores) -> epath.Path:

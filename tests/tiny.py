@@ -17,7 +17,7 @@ from convert import save
 from scripts import tiny_tokenizer
 from wanjax import schedule, settings, trees
 from wanjax.algorithms import grpo
-from wanjax.models import presets, umt5, vae, wan
+from wanjax.models import clip, presets, umt5, vae, wan
 
 WAN = wan.WanConfig(
     num_attention_heads=2,
@@ -77,6 +77,7 @@ def parameters(seed: int = 0, model: presets.ModelConfig = MODEL) -> dict:
         **{expert: draw(wan.init, model.wan) for expert in model.experts},
         "vae": draw(vae.init, model.vae),
         "text_encoder": draw(umt5.init, model.text),
+        **({"image_encoder": draw(clip.init, model.image)} if model.image else {}),
     }
 
 

@@ -1,7 +1,7 @@
 """Configs of scripts/fullsize.sh: --config scripts/bench/fullsize_config.py:ALGORITHM,FOLDER.
 
 The recipes for Wan2.2-T2V-A14B with the checkpoints and prompts in FOLDER, a checkpoint after each
-step and no sample videos. GRPO and NFT are their presets for one GPU; of SFT and DMD2, which are
+step, and evaluations of four previews. GRPO and NFT are their presets for one GPU; of SFT and DMD2, which are
 meant for several, one GPU gets short clips and few samples.
 """
 
@@ -27,7 +27,7 @@ def get_config(preset: str = ""):
     c.model.path, c.prompts = str(out / "model"), str(out / "prompts.txt")
     c.text_cache, c.compile_cache = str(out / "text"), str(out / "compiled")
     c.save_every, c.keep_last, c.sample_every, c.eval_every = 1, 1, 0, 0
-    c.eval.prompts, c.eval.samples = "", 0
+    c.eval.number, c.eval.samples = 4, 2
     if name in ("grpo", "nft"):
         c.reward[f"pickscore?model={urllib.parse.quote(str(out / 'tower'))}"] = 1.0
     if name in ("sft", "dmd2"):

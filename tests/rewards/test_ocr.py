@@ -69,3 +69,10 @@ def test_target_is_the_first_text_in_double_quotes():
     for prompt in ("a sign that says OPEN", 'a sign that says ""', 'a 15" screen'):
         with pytest.raises(ValueError, match="no text in double quotes"):
             ocr.target(prompt)
+
+
+def test_a_prompt_without_quotes_is_refused_before_there_is_a_video():
+    reward = rewards.combine(["ocr"])
+    reward.check([PROMPT])
+    with pytest.raises(ValueError, match="reward ocr: prompt 'a green wall' has no text in double"):
+        reward.check([PROMPT, "a green wall"])

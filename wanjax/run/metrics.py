@@ -208,8 +208,13 @@ def phase(times: dict[str, float], name: str) -> Iterator[None]:
 def ready(pending, times: dict[str, float]) -> Iterator:
     """Yield the videos of (latents, video) pairs, queued on the device in this order, as they
     become ready; the waits are added to time/collect/rollout and time/collect/decode."""
-    for latents, video in pending:
-        with phase(times, "collect/rollout"):
+    pending = iter(pending)
+    while True:
+        with phase(times, "collect/rollout"):  # a GPU's queue takes a loop when the last one ends
+            pair = next(pending, None)
+            if pair is None:
+                return
+            latents, video = pair
             jax.block_until_ready(latents)
         with phase(times, "collect/decode"):
             jax.block_until_ready(video)
