@@ -37,13 +37,15 @@ def get_config(preset: str = "") -> ConfigDict:
     c.alarms.start["nft/old_deviate/*"] = (0.0, 1e-3)
     c.alarms.start["dpo/loss/*"] = (0.693, 0.694)  # log 2
     c.alarms.start["dmd2/critic_gap/*"] = (0.0, 0.0)  # the critic starts as the teacher
-    c.compile_cache = "~/.cache/wanjax"  # accelerator programs, reused by the next start
+    c.compile_cache = "auto"  # a folder for accelerator programs, reused by the next start: auto is
+    # ~/.cache/wanjax for one process, workdir/.compile_cache for several; gs:// works too; "": none
     c.text_cache = "~/.cache/wanjax/text"  # encoded prompts, shared by runs; "": memory
     c.resume = True  # continue the run of this name if it exists
     c.allow_changes = False  # then also with keys that change its result; see wanjax/run/guard.py
     c.wandb = "off"  # off, offline, online
     c.project = "wanjax"  # wandb project
     c.tensorboard = False
+    c.profile = ""  # "3:5": a trace of steps 3 and 4 of process 0 for TensorBoard, in RUN/profile
     # ---- the model ----
     c.model = ConfigDict()
     c.model.path = ""  # any Wan checkpoint; gs://, s3:// or org/name of Hugging Face; or tinywan22

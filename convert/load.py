@@ -133,7 +133,7 @@ def place(
 ):
     """Read a component into its parameter tree, each process only its own shards; with offload
     every leaf goes on to host memory."""
-    where = trees.flatten(_shardings(shapes, component, mesh)) if mesh is not None else {}
+    where = trees.flatten(shardings(shapes, component, mesh)) if mesh is not None else {}
     flat = {}
     for path, leaf in shapes.items():
         parts = [tensors[name] for name, _ in names.torch_names(path, leaf.shape)]
@@ -195,7 +195,7 @@ def _restore(checkpoint: disk.Checkpoint, mesh, dtype, components) -> dict:
         if not _wanted(c, components):
             continue
         flat = shapes(checkpoint, c)
-        targets[c] = jax.tree.map(target, _shardings(flat, c, mesh), trees.unflatten(flat))
+        targets[c] = jax.tree.map(target, shardings(flat, c, mesh), trees.unflatten(flat))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         options = ocp.args.PyTreeRestore(targets, targets, partial_restore=True)
         stored = checkpointer.restore(checkpoint.arrays, args=options)
@@ -231,8 +231,9 @@ def _plain(dtype):
     return jnp.bfloat16 if dtype in quant.DTYPES else dtype
 
 
-def _shardings(shapes: dict, component: str, mesh):
-    """Tree of shardings of a component; one device without a mesh."""
+def shardings(shapes: dict, component: str, mesh):
+    """Tree of the layouts that `place` gives a component of {path: shape}; one device without a
+    mesh."""
 
     def axes(path: str, leaf) -> tuple[str | None, ...]:
         if component.startswith("transformer"):

@@ -40,14 +40,14 @@ from convert.lora import read as lora_files
 from wanjax import paths, sampler, sampling, schedule, settings, setup
 from wanjax.data import text
 from wanjax.data import video as videos
-from wanjax.models import blocks, condition, lora, presets, quant, wan
-from wanjax.parallel import distributed, sharding
+from wanjax.models import condition, lora, presets, quant, wan
+from wanjax.parallel import distributed, runtime, sharding
 
 
 def main(argv=None) -> None:
     """Command line: see the file docstring and --help."""
     distributed.claim_memory()
-    blocks.set_xla_flags("none")
+    runtime.set_flags("none", {})
     parser = argparse.ArgumentParser(
         prog="python -m wanjax.sample", description="Sample videos from a model."
     )

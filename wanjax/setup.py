@@ -27,7 +27,7 @@ from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, condition, presets, quant, wan
 from wanjax.parallel import sharding
 from wanjax.rewards import shapes
-from wanjax.run import alarms, metrics
+from wanjax.run import alarms, metrics, profiling
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:preset]")
 ALGORITHMS: dict[str, algorithms.Algorithm] = {"grpo": grpo, "nft": nft, "sft": sft, "dmd2": dmd2}
@@ -82,6 +82,7 @@ def check(config: dict) -> None:
         )
     for limits, patience in (("limits", config["alarms"]["patience"]), ("start", 1)):
         alarms.watch(config["alarms"][limits], patience)
+    profiling.steps_of(config["profile"], config["steps"])
 
 
 def check_keys(config: dict, known: dict, where: str = "config") -> None:

@@ -44,9 +44,9 @@ from wanjax import state as states
 from wanjax.algorithms import Algorithm, Tools
 from wanjax.data import Item, latents, text
 from wanjax.data import prompts as prompt_files
-from wanjax.models import blocks, presets, wan
-from wanjax.parallel import distributed, sharding
-from wanjax.run import alarms, checkpoint, disk, guard, metrics
+from wanjax.models import presets, wan
+from wanjax.parallel import distributed, runtime, sharding
+from wanjax.run import alarms, checkpoint, disk, guard, metrics, profiling
 
 
 def main(config, dry_run: bool = False) -> paths.Path:
@@ -243,6 +243,8 @@ def _loop(job: _Job, state: states.State) -> states.State:
     look = alarms.watch(config.alarms.limits, config.alarms.patience, job.outside)
     saver = checkpoint.Saver(job.run_dir, functools.partial(_prune, job))
     saved, previous, save_times = first, None, {}
+    traced = profiling.steps_of(config.profile, config.steps)
+    steps = profiling.profiled(range(first, config.steps), traced, job.run_dir, writer.say)
 
     def keep(step: int):
         """Save the checkpoint that continues with `step`; it counts the steps before it."""
@@ -256,7 +258,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
         saved = step  # or NotSaved ends the run: whatever ends the loop waits for the save
 
     try:
-        for step in range(first, config.steps):
+        for step in steps:
             times: dict[str, float] = {}
             try:
                 if step == 0 or _due(config.eval_every, step) or _due(config.sample_every, step):
@@ -475,13 +477,12 @@ def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
     config = setup.CONFIG.value
-    blocks.set_xla_flags(config.model.remat, config.mesh.stage)
+    runtime.set_flags(config.model.remat, config.mesh.to_dict())
     place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _LOCAL_DEVICES.value)
     try:
         distributed.start(*place)
-        if config.compile_cache and jax.default_backend() != "cpu":
-            cache = pathlib.Path(config.compile_cache).expanduser()
-            jax.config.update("jax_compilation_cache_dir", str(cache))
+        if jax.default_backend() != "cpu":
+            runtime.use_compile_cache(config.compile_cache, config.workdir)
         main(config, _DRY_RUN.value)
     except (
         ValueError, FloatingPointError, rewards.RewardError, alarms.Collapsed, checkpoint.NotSaved,

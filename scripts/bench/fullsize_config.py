@@ -1,8 +1,8 @@
 """Configs of scripts/fullsize.sh: --config scripts/bench/fullsize_config.py:ALGORITHM,FOLDER.
 
 The recipes for Wan2.2-T2V-A14B with the checkpoints and prompts in FOLDER, a checkpoint after each
-step, and evaluations of four previews. GRPO and NFT are their presets for one GPU; of SFT and DMD2, which are
-meant for several, one GPU gets short clips and few samples.
+step, and evaluations of four previews. GRPO and NFT are their presets for one GPU; of SFT and DMD2,
+which are meant for several, one GPU gets short clips and few samples.
 """
 
 import pathlib

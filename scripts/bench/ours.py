@@ -27,8 +27,8 @@ from wanjax import setup as setups
 from wanjax.algorithms import Tools, dmd2, grpo, nft
 from wanjax.data import Item
 from wanjax.losses import flow
-from wanjax.models import attention, blocks, lora, presets, quant, umt5, vae, wan
-from wanjax.parallel import sharding
+from wanjax.models import attention, lora, presets, quant, umt5, vae, wan
+from wanjax.parallel import runtime, sharding
 from wanjax.run import checkpoint
 
 MODEL = presets.MODELS["wan2.2_t2v_a14b"]
@@ -57,7 +57,7 @@ def main():
     )
     args = parser.parse_args()
     axes = {k: int(v) for k, v in (pair.split("=") for pair in args.mesh.split(",") if pair)}
-    blocks.set_xla_flags(args.remat, axes.get("stage", 1))
+    runtime.set_flags(args.remat, axes)
     mesh = sharding.make_mesh(axes) if axes else None
     for name in args.figures:
         with sharding.use_mesh(mesh):

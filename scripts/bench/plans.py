@@ -77,8 +77,7 @@ def row(name: str, plan: dict) -> dict:
         "recipe": name,
         "topology": plan["topology"],
         "mesh": mesh + (" (proposed)" if plan["note"] else ""),
-        "peak / HBM GiB": f"{gib(max(p['peak'] + p['resident'] for p in phases))} / "
-        + gib(plan["hbm"]),
+        "peak / HBM GiB": f"{gib(plan['total'])} / " + gib(plan["hbm"]),
         "fits": "yes" if plan["fits"] else "; ".join(advice) or "no",
         "PFLOP per step": f"{sum(p['flops'] * p['calls'] for p in phases) / 1e15:,.0f}",
         "ideal s per step": f"{sum(p['ideal_seconds'] * p['calls'] for p in phases):.1f}",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 
 import jax
@@ -73,27 +72,6 @@ def test_what_is_kept_is_not_run_again(monkeypatch, remat, forwards, again):
     needed = 10 * 3 + (8 * 5 + 2 * 3) + 8
     assert (lowered.count("stablehlo.dot_general") > needed) == again
     assert ("pinned_host" in lowered) == (remat == "offload")
-
-
-@pytest.mark.parametrize("remat, stages, flags", [
-    ("full", 1, ""),
-    ("save_matmuls", 2, "--xla_gpu_enable_dynamic_slice_fusion=false"),
-    ("offload", 2, "--xla_gpu_enable_dynamic_slice_fusion=false"),  # no fetches ahead
-    ("offload", 1, "--xla_gpu_enable_dynamic_slice_fusion=false "
-                   "--xla_gpu_enable_pipelined_host_offloading=true"),
-])  # fmt: skip
-def test_flags_and_host_memory(monkeypatch, remat, stages, flags):
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "")
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")  # put back at the end
-    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**9 // 4}
-    monkeypatch.setattr(blocks.os, "sysconf", pages.__getitem__)
-    blocks.set_xla_flags(remat, stages)
-    assert os.environ["XLA_FLAGS"] == flags
-    assert os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "768"  # of 1,024
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
-    blocks.set_xla_flags(remat, stages)
-    assert os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "100"
 
 
 def test_layers_that_are_not_real_change_nothing(operands):

@@ -43,4 +43,5 @@ def test_a_gpu_that_is_present_compiles_for_more_of_its_kind(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *backend: jax_devices if backend else [device])
     assert chips.devices_of("h200:8") == ("h200", [device] * 8)
     assert asked == [(("",), {"platform": "cuda", "topology": "1x1x8"})]
+    assert chips.devices_of("h200:1") == ("h200", [device]) and len(asked) == 1  # itself
     assert chips.devices_of("h100:8") == ("h100", jax_devices[:8]) and len(asked) == 1

@@ -201,6 +201,27 @@ def test_progress_line_reads_as_text():
     assert slow == "step 1/11  50.0 s/it  ETA 8m20s"
 
 
+@pytest.mark.parametrize("record, line", [
+    (  # DMD2: both trained in this step, the critic with a GAN head
+        {"dmd2/critic_gap/high": 0.0, "critic/loss/high": 0.5, "critic/gan/loss/high": 7.0,
+         "critic/grad_norm/high": 2.0, "critic/lr/high": 2e-5, "dmd2/loss/high": 0.12,
+         "gan/loss/high": 8.0, "dmd2/loss/low": 0.3, "grad_norm/high": 1.0, "lr/high": 1e-5,
+         "critic/loss/low": 0.6},
+        "loss high 0.12 low 0.3  lr high 1e-05  grad high 1  critic loss high 0.5 low 0.6  "
+        "critic lr high 2e-05  critic grad high 2",
+    ),
+    ({"critic/loss/low": 0.5}, "critic loss low 0.5"),  # a step of the critic alone
+    ({"warm/loss/low": 0.5, "grad_norm/low": 2.0}, "loss low 0.5  grad low 2"),
+    (
+        {"reward/mean": 0.5, "reward/success": 0.25, "nft/loss/high": 0.1, "nft/loss/low": 0.2},
+        "reward 0.5  success 0.25  loss high 0.1 low 0.2",
+    ),
+    ({"loss/high": 0.1, "error/high": 9.0, "eval/loss/high": 3.0}, "loss high 0.1"),  # SFT
+])  # fmt: skip
+def test_the_progress_line_separates_student_and_critic(record, line):
+    assert metrics.progress_line(0, 9, record) == f"step 1/9  - it/s  ETA -  {line}"
+
+
 def test_piped_output_has_a_line_a_step_and_a_terminal_one_updating_line(
     tmp_path, capsys, monkeypatch
 ):

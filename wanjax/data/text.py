@@ -33,6 +33,7 @@ from wanjax.parallel import distributed, sharding
 
 LENGTH = 512  # every Wan model was trained with it; diffusers' encode_prompt defaults to 226
 _BUCKET = 32  # contexts are multiples of this many rows, so that few shapes are compiled
+BATCH = 8  # prompts per call of the encoder
 _PART = 64  # prompts encoded between two looks at the clock
 
 
@@ -95,7 +96,7 @@ def bucket(tokens: int, length: int = LENGTH) -> int:
     return min(-(-tokens // _BUCKET) * _BUCKET, length)
 
 
-def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=8, cache=None):
+def encode_prompts(encode, tokenizer, prompts, *, length=LENGTH, batch=BATCH, cache=None):
     """Return ctx_BSE (numpy, the dtype of the encoder), zero beyond each prompt.
 
     S is the bucket of the longest prompt. Equal prompts are encoded once.

@@ -10,7 +10,6 @@ as large, stay).
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +32,6 @@ REMAT = {
         offload_dst="pinned_host",
     ),
 }
-
-
-def set_xla_flags(remat: str, stages: int = 1) -> None:
-    """Set the XLA flags this policy needs on GPUs; call before any use of devices.
-
-    Args:
-      stages: mesh.stage; a pipeline has many blocks in flight, so it prefetches nothing.
-    """
-    flags = []
-    if remat not in ("none", "full"):
-        # this fusion would run the attention kernel a second time to write the kept copy
-        flags.append("--xla_gpu_enable_dynamic_slice_fusion=false")
-    if remat == "offload" and stages == 1:  # fetch what the next block needs during this one
-        flags.append("--xla_gpu_enable_pipelined_host_offloading=true")
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-    # otherwise XLA stops at 64 GB of host memory for all GPUs of a process together
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = max(64, int(0.75 * ram / 1e9))
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
 
 
 def run_blocks(block, params, lora, h, side, *, remat: str = "none", real=None):

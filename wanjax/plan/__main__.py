@@ -7,9 +7,13 @@ and say what they need.
 When a plan does not fit, changes of the config are tried until three alternatives that fit are
 found, each compiled as well (--noadvise leaves that out).
 
+The total is the largest phase with all that is on the device meanwhile, which the residents list:
+weights, moments, encoders, VAE, reward towers and what they need at work, contexts, the batch of a
+step, videos in flight. Not in it: your own reward functions' memory, and the chunks in which
+weights are read.
 Weights are shapes only. TPU topologies compile with XLA:TPU ahead of time (extra wanjax[plan], no
 TPU needed), cpu:N for N CPU devices. Where one GPU of the kind is present, h100:N and h200:N
-compile for N of them on one host; elsewhere for N CPU devices with xla attention: arguments are
+compile for N of them on one host; elsewhere for N CPU devices with xla attention: residents are
 exact then, temporaries an upper *estimate* (the GPU kernel keeps no logits).
 Loops are counted as often as they run in collectives, once in the compiler's own FLOP count.
 """
@@ -19,8 +23,12 @@ import os
 import re
 import sys
 
-if __name__ == "__main__":  # before jax starts a backend: the planner uses no accelerator
-    os.environ["JAX_PLATFORMS"] = "cpu"
+if __name__ == "__main__":  # before jax starts a backend
+    nvidia = any(re.search(r"h.00:\d+$", a) for a in sys.argv) and os.path.exists("/dev/nvidiactl")
+    if nvidia:  # a GPU only compiles here, and others may use it
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -33,7 +41,7 @@ if __name__ == "__main__":  # before jax starts a backend: the planner uses no a
 from absl import app, flags, logging
 
 from wanjax import setup
-from wanjax.models import blocks
+from wanjax.parallel import runtime
 from wanjax.plan import advice
 from wanjax.plan.chips import GIB
 from wanjax.plan.compile import make_plan
@@ -49,20 +57,26 @@ def describe(result: dict) -> str:
     ]
     if result["note"]:
         lines += [f"note     {result['note']}"]
-    parts = (f"{name} {gib(n)}" for name, n in result["trees"].items())
+    phases = result["phases"]
+    largest = max(phases, key=lambda name: phases[name]["peak"])
+    lines.append(f"total    {gib(result['total'])} GiB per device, in phase {largest}")
+    parts = (f"{name} {n / GIB:.2f}" for name, n in result["residents"].items() if n)
     lines.append("resident " + ", ".join(parts) + " GiB per device")
+    if result["uncounted"]:
+        lines.append(f"not counted: what the rewards {', '.join(result['uncounted'])} hold")
     lines.append(
-        f"{'phase':16}{'args':>7}{'temp':>7}{'out':>7}{'peak':>7}{'rest':>7}  fits"
+        f"{'phase':18}{'args':>7}{'held':>7}{'temp':>7}{'out':>7}{'peak':>7}  fits"
         f"{'PFLOP':>9}{'ideal s':>9}{'links s':>9}{'calls':>6}{'compile':>9}"
         "  collectives per device"
     )
-    for name, p in result["phases"].items():
+    for name, p in phases.items():
         moved = ", ".join(
             f"{kind} {c['count']}x {gib(c['bytes'])} GiB" for kind, c in p["collectives"].items()
         )
-        sizes = (p["arguments"], p["temporaries"], p["output"], p["peak"], p["resident"])
+        new = p["output"] - p["alias"]  # what does not take the place of an argument
+        sizes = (p["arguments"], p["held"], p["temporaries"], new, p["peak"])
         lines.append(
-            f"{name:16}"
+            f"{name:18}"
             + "".join(f"{gib(n):>7}" for n in sizes)
             + f"  {'yes' if p['fits'] else 'NO':4}{p['flops'] / 1e15:>9.2f}"
             f"{p['ideal_seconds']:>9.2f}{p['link_seconds']:>9.2f}{p['calls']:>6}"
@@ -101,7 +115,8 @@ def _command_line(argv) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     config = setup.CONFIG.value
-    blocks.set_xla_flags(config.model.remat, config.mesh.stage)
+    chip = (_TOPOLOGY.value or "").partition(":")[0]
+    runtime.set_flags(config.model.remat, config.mesh.to_dict(), chip)
     try:
         result = make_plan(config, _TOPOLOGY.value or "", _MODEL.value)
     except ValueError as error:

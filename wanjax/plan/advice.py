@@ -65,12 +65,7 @@ def _try(config, topology: str, model: str, changes: dict) -> tuple[float, bool]
         return math.inf, False
     if result["note"]:
         return math.inf, False
-    return peak(result), result["fits"]
-
-
-def peak(result: dict) -> float:
-    """Bytes of the largest phase of a plan, with all that stays resident."""
-    return max(phase["peak"] + phase["resident"] for phase in result["phases"].values())
+    return result["total"], result["fits"]
 
 
 def in_words(changes: dict) -> str:

@@ -75,6 +75,22 @@ def find(name: str) -> Callable:
         raise ValueError(f"config.reward names {name!r}: {error}") from None
 
 
+def forwards(names: Iterable[str]) -> tuple[dict[str, tuple], list[str]]:
+    """({name: clip_score.forward} of the rewards among the names that hold a model on the device,
+    the names of a user's own, of which nothing is known); nothing is loaded."""
+    found, unknown = {}, []
+    for name in names:
+        base, _, query = name.partition("?")
+        path = BUILT_IN.get(base, ("",))[0]
+        if path.startswith("wanjax.rewards.clip_score:"):
+            clip_score = importlib.import_module(path.partition(":")[0])  # imports transformers
+            given = _arguments(getattr(clip_score, base), query)
+            found[name] = clip_score.forward(base, **given)
+        elif not path:
+            unknown.append(name)
+    return found, unknown
+
+
 def combine(names: Iterable[str], deadline: float = 600.0) -> Callable:
     """Combine rewards into one function (video, prompts) -> ({name: scores [B]}, info).
 

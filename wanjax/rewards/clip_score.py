@@ -46,6 +46,12 @@ from wanjax.models import clip
 from wanjax.rewards.frames import picker
 
 _FILES = ("config.json", "model.safetensors", "tokenizer*", "vocab.json", "merges.txt")
+_VIT_L = clip.CLIPConfig(
+    clip.CLIPVisionConfig(1024, 4096, 24, 16, hidden_act="quick_gelu"),
+    clip.CLIPTextConfig(49408, 768, 3072, 12, 12, hidden_act="quick_gelu"),
+    projection_dim=768,
+)
+_USUAL = {"pickscore": clip.CLIPConfig(), "clipscore": _VIT_L, "hpsv2": clip.CLIPConfig()}
 
 
 def pickscore(model: str, frames: str = "all", batch: int = 16, tokenizer: str = "") -> Callable:
@@ -91,6 +97,20 @@ def load(path):
     shapes = jax.eval_shape(lambda: clip.init_clip(jax.random.key(0), config))
     flat = {path: _leaf(tensors, path, x.shape, file) for path, x in trees.flatten(shapes).items()}
     return jax.device_put(trees.unflatten(flat), _own_devices()), config
+
+
+def forward(name: str, model: str, batch: int = 16, **_) -> tuple:
+    """(jitted function, its abstract arguments, its static keywords) of the largest call that the
+    reward of this name makes; the first argument is the towers, which each device holds whole.
+    Their sizes are those of the config.json at `model`, else the usual ones of the reward."""
+    path = pathlib.Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent
+    known = path.exists() and (folder / "config.json").is_file()
+    config = _config(folder) if known else _USUAL[name]
+    side, key = config.vision.image_size, jax.random.key(0)
+    towers = jax.eval_shape(lambda: clip.init_clip(key, config))
+    pixels = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    return _embed_images, (towers, pixels), {"config": config}
 
 
 def cut_pixels(frames_NHWC: np.ndarray, size: int) -> np.ndarray:

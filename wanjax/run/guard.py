@@ -27,7 +27,7 @@ FREE = (
     # how long a run is, what it writes and how often, and the name of its folder
     *("name", "workdir", "steps", "resume", "allow_changes", "alarms"),
     *("save_every", "keep_last", "keep_every", "sample_every", "eval_every"),
-    *("wandb", "project", "tensorboard"),
+    *("wandb", "project", "tensorboard", "profile"),
     # what it runs on, and parts of the same sums: noise belongs to samples, not to batches
     *(
         "mesh",

@@ -39,7 +39,7 @@ from wanjax.parallel import distributed
 
 EXPERTS = ("high", "low")
 WANDB = ("off", "offline", "online")
-# What the progress line shows, if present: metric name -> label.
+# What the progress line shows of each role, if present: metric name -> label.
 _PROGRESS = {name: name for name in ("reward", "success", "loss", "lr")} | {"grad_norm": "grad"}
 _WINDOW = 20  # steps over which the rate and the remaining time are averaged
 
@@ -167,17 +167,10 @@ def progress_line(step: int, total: int, record: dict[str, float]) -> str:
     speed = f"{rate:.2f} it/s" if rate >= 0.1 or not rate else f"{1 / rate:.1f} s/it"
     left = clock(max(total - step - 1, 0) / rate) if rate else "-"
     parts = [f"step {min(step + 1, total)}/{total}", speed if rate else "- it/s", f"ETA {left}"]
-    for name, label in _PROGRESS.items():
-        values = {}
-        for key, value in record.items():
-            base, expert = split_name(key)
-            shown = not key.startswith("eval/")  # has its own line
-            if shown and f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
-                values.setdefault(expert, value)
-        if len(values) > 1 and len(set(values.values())) == 1:
-            values = {"": next(iter(values.values()))}
-        if values:
-            parts.append(f"{label} " + " ".join(f"{e} {v:.3g}".strip() for e, v in values.items()))
+    critic = {k.removeprefix("critic/"): v for k, v in record.items() if k.startswith("critic/")}
+    others = ("critic/", "eval/")  # evaluations have their own line
+    parts += _progress({k: v for k, v in record.items() if not k.startswith(others)})
+    parts += [f"critic {part}" for part in _progress(critic)]
     memory = [value for key, value in record.items() if key.startswith("perf/peak_")]
     return "  ".join(parts + [f"mem {value:.1f} GB" for value in memory])
 
@@ -193,13 +186,14 @@ def clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def phase(times: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds spent inside to times["time/<name>"].
+    """Add the seconds spent inside to times["time/<name>"], and name them in a profile.
 
     Device work counts only if it is waited for inside (jax.block_until_ready).
     """
     start = time.monotonic()
     try:
-        yield
+        with jax.profiler.TraceAnnotation(name):
+            yield
     finally:
         key = f"time/{name}"
         times[key] = times.get(key, 0.0) + time.monotonic() - start
@@ -357,6 +351,22 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _progress(record: dict[str, float]) -> list[str]:
+    """What the progress line shows of the metrics of one role."""
+    parts = []
+    for name, label in _PROGRESS.items():
+        values = {}
+        for key, value in record.items():
+            base, expert = split_name(key)
+            if f"/{base}".endswith((f"/{name}", f"/{name}/mean")):
+                values.setdefault(expert, value)
+        if len(values) > 1 and len(set(values.values())) == 1:
+            values = {"": next(iter(values.values()))}
+        if values:
+            parts.append(f"{label} " + " ".join(f"{e} {v:.3g}".strip() for e, v in values.items()))
+    return parts
 
 
 def _tracker_warning(name, error):
