@@ -399,7 +399,10 @@ def abstract_state(
     Raises ValueError where weights, adapters and roles of the config do not make a state.
     """
     given = weight_shapes(config, setup.model, setup.roles)
-    init = functools.partial(algorithm.init, jax.random.key(config.seed), setup)
+
+    def init(given):  # the key too is abstract: a plan's devices run nothing
+        return algorithm.init(jax.random.key(config.seed), setup, given)
+
     state = jax.eval_shape(init, given)
     where = states.shardings(state, mesh)
     if config.model.offload:

@@ -231,7 +231,8 @@ def _compile(programs: dict[str, Program], alive) -> dict[str, dict]:
         text = re.sub(r'jax\.\w+ = "[^"]*"', "", call.as_text())  # without names of results
         if text in first:  # the other expert's program is often the same
             same = first[text]
-            phases[name], made[name] = {**phases[same], "calls": program.calls}, made[same]
+            own = {"calls": program.calls, "flops": program.flops}
+            phases[name], made[name] = phases[same] | own, made[same]
         else:
             first[text] = name
             phases[name], compiled = hlo.measure(call, program.flops, program.calls)
@@ -264,6 +265,10 @@ def _whole(tree) -> int:
 
 
 def _per_device(tree) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    """Bytes on one device; what has no layout, such as an array of the host, is whole on each."""
+
+    def size(x) -> int:
+        where = getattr(x, "sharding", None)
+        return math.prod(where.shard_shape(x.shape) if where else x.shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
