@@ -8,7 +8,7 @@ with --config.reward="{'pickscore?model=/models/PickScore_v1': 1.0}". The other 
 stochastic step per expert, so that both learn.
 
 Hardware: one H200 or 80 GB H100 for preset small (1 prompt x 16 samples per step: about 27 s for
-the rollout and 17 s for the update, 70 GiB, see scripts/bench/RESULTS.md; with
+the rollout and 17 s for the update, 72.5 GiB, see scripts/bench/RESULTS.md; with
 --config.model.remat=save_matmuls 14 s for the update and 98 GiB, so H200 only). The default 48 x
 16, 64 samples at a time, is for a pod, where `mesh.data` splits the samples (one per chip on
 v5p:4x4x4, planned in scripts/bench/plan.md); with fewer chips, lower sampling.batch and

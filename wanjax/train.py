@@ -292,8 +292,10 @@ def _loop(job: _Job, state: states.State) -> states.State:
     except KeyboardInterrupt:
         saver.wait()
         writer.say(
-            f"stopped; checkpoint {saved} of {config.steps} is kept, "
-            "the same command continues from it"
+            f"stopped; checkpoint {saved} of {config.steps} is kept, the same command continues "
+            "from it"
+            if saved
+            else "stopped before the first checkpoint"
         )
         raise
     finally:
