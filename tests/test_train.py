@@ -274,6 +274,7 @@ def nft_run(model, tmp_path_factory):
 
     def spy(state, *args):
         if int(state.step) == 2:
+            tiny.settle(folder / "run", 2)
             shutil.copytree(folder / "run", folder / "killed" / "run")
         return collect(state, *args)
 

@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import subprocess
+import time
 
 import imageio_ffmpeg
 import jax
@@ -18,6 +19,7 @@ from scripts import tiny_tokenizer
 from wanjax import schedule, settings, trees
 from wanjax.algorithms import grpo
 from wanjax.models import clip, presets, umt5, vae, wan
+from wanjax.run import checkpoint
 
 WAN = wan.WanConfig(
     num_attention_heads=2,
@@ -228,6 +230,14 @@ CLIPS = {  # name: frames, frames a second, encoder
     "more/three.mp4": (49, 16, "libx264"),
     "more/whole.mkv": (81, 24, "ffv1"),
 }
+
+
+def settle(run, step: int) -> None:
+    """Wait until checkpoint `step`, which is written while training goes on, is complete."""
+    until = time.monotonic() + 60
+    while checkpoint.latest_good(run) != step:
+        assert time.monotonic() < until, f"no checkpoint {step} in {run}"
+        time.sleep(0.02)
 
 
 def write_clips(folder) -> pathlib.Path:

@@ -35,12 +35,16 @@ OMPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "h:1"}
 
 
-@pytest.fixture
-def port():
+def free_port() -> int:
     """A free port of the loopback interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+@pytest.fixture
+def port():
+    return free_port()
 
 
 @pytest.mark.parametrize(
