@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-import imageio_ffmpeg
+import av
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,7 @@ def run(model: str, workdir: str) -> list[Line]:
         "collective": collective,
         "kernels": kernels,
         "storage": functools.partial(storage, workdir),
-        "ffmpeg": ffmpeg,
+        "video": video,
         "checkpoint": functools.partial(checkpoint, model),
     }
     lines: list[Line] = []
@@ -163,9 +163,11 @@ def storage(workdir: str) -> list[Line]:
     return [_judged("WARN", "workdir", f"{folder}: {free:.0f} GiB free", hint * (free < 50))]
 
 
-def ffmpeg() -> list[Line]:
+def video() -> list[Line]:
     """The encoder for sample videos."""
-    return [("OK", "ffmpeg", imageio_ffmpeg.get_ffmpeg_exe())]
+    found = "libx264" in av.codecs_available
+    hint = "" if found else "reinstall PyAV from its wheel, which has it: pip install av"
+    return [_judged("FAIL", "video", f"PyAV {av.__version__}, {'H.264' * found}", hint)]
 
 
 def checkpoint(model: str) -> list[Line]:
