@@ -23,10 +23,10 @@ from convert import digest, load, weights
 from tests import tiny
 from wanjax import setup as setups
 from wanjax.data import __main__ as command
-from wanjax.data import cache, latents, text, video
+from wanjax.data import cache, cut, latents, text, video
 from wanjax.models import umt5, vae
 
-SETTINGS = cache.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), fps=None)
+SETTINGS = cut.Settings(frames=(1, 5), sizes=((16, 16), (24, 32)), stills=True)
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +132,7 @@ def test_the_first_frame_that_the_trainer_gets_is_diffusers_encoding_of_it(clips
     command.main(["cache", str(source), *flags])
 
     x_BTHWC = np.zeros((1, 5 if model is I2V else 1, 24, 32, 3), np.float32)  # 0 is grey
-    x_BTHWC[0, 0] = iio.imread(clips / "five.mp4")[0] / 127.5 - 1
+    x_BTHWC[0, 0] = next(video.read_frames(clips / "five.mp4", 1)) / 127.5 - 1
     coder = diffusers.AutoencoderKLWan.from_pretrained(f"{path}/vae")
     with torch.no_grad():
         z = coder.encode(torch.from_numpy(np.moveaxis(x_BTHWC, -1, 1))).latent_dist.mode().numpy()
@@ -158,14 +158,14 @@ def test_the_first_frame_that_the_trainer_gets_is_diffusers_encoding_of_it(clips
 
 def test_retiming_drops_clips_that_are_too_slow_and_shortens_the_others(clips):
     settings = dataclasses.replace(SETTINGS, fps=16.0)
-    frames, fps = cache._cut(clips / "five.mp4", settings, False)  # 0.2 s are 3 frames at 16
-    assert len(frames) == 1 and fps == 16
+    made = cut.cut(clips / "five.mp4", settings, keep=True)  # 0.2 s are 3 frames at 16
+    assert made.shape == (1, 24, 32) and made.frames.shape == (1, 24, 32, 3) and made.fps == 16
     with pytest.raises(ValueError, match="16 frames a second would be repeated to give 24"):
-        cache._cut(clips / "two.mp4", dataclasses.replace(SETTINGS, fps=24.0), False)
+        cut.cut(clips / "two.mp4", dataclasses.replace(SETTINGS, fps=24.0), keep=True)
     with pytest.raises(ValueError, match="2 frames, shorter than --frames 5"):
-        cache._cut(clips / "two.mp4", dataclasses.replace(SETTINGS, frames=(5,)), False)
+        cut.cut(clips / "two.mp4", dataclasses.replace(SETTINGS, frames=(5,)), keep=True)
     with pytest.raises(ValueError, match="nothing to learn for an image-to-video model"):
-        cache._cut(clips / "two.mp4", SETTINGS, True)
+        cut.cut(clips / "two.mp4", dataclasses.replace(SETTINGS, image_to_video=True), keep=True)
 
 
 @pytest.mark.parametrize("source, want", [
@@ -175,10 +175,10 @@ def test_retiming_drops_clips_that_are_too_slow_and_shortens_the_others(clips):
 def test_the_size_nearest_in_shape_is_taken_and_nothing_is_enlarged(source, want):
     sizes = ((480, 832), (832, 480), (624, 624))
     if want:
-        assert cache._size(source, sizes) == want
+        assert cut._size(source, sizes) == want
     else:
         with pytest.raises(ValueError, match="would have to be enlarged to 624x624"):
-            cache._size(source, sizes)
+            cut._size(source, sizes)
 
 
 def test_an_interrupted_cache_loses_one_clip_and_ends_equal(
@@ -227,7 +227,7 @@ def test_another_cache_or_folder_is_not_overwritten(built, clips, model, tmp_pat
     old = {"format": 1, "model": "tiny", "identity": {}}
     (tmp_path / "old").mkdir()
     (tmp_path / "old/cache.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="is a cache of format 1, this version reads 2; run"):
+    with pytest.raises(ValueError, match="is a cache of format 1, this version reads 3; run"):
         cache.build(clips, tmp_path / "old", SETTINGS, *model)
     assert json.loads((tmp_path / "old/cache.json").read_text()) == old
 
@@ -275,8 +275,9 @@ def test_the_command_loads_no_experts_and_is_refused_before_weights(
 def test_inspect_tells_what_a_folder_and_a_cache_hold(built, clips, capsys):
     command.main(["inspect", str(clips)])
     text = capsys.readouterr().out
-    assert "more/whole.mkv  24x32 ffv1 24 fps  81 frames  'red'" in text
-    assert "no_caption.mp4: no caption" in text
+    assert "more/whole.mkv  24x32 ffv1 24 fps  81 frames  as 81x24x32  'red'" in text
+    assert "no_caption.mp4  not used: no caption" in text
+    assert "judged by frames: any (--frames)" in text
     command.main(["inspect", str(built[0])])
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]

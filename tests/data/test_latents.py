@@ -188,7 +188,7 @@ def test_damaged_clips_and_caches_of_another_format_are_named(tmp_path):
         latents.read(tmp_path / "none")
     old = {"format": 1, "model": "tiny", "identity": {"vae": "0123"}}
     (tmp_path / "a" / "cache.json").write_text(json.dumps(old))
-    text = "a is a cache of format 1, this version reads 2; run python -m wanjax.data cache again"
+    text = "a is a cache of format 1, this version reads 3; run python -m wanjax.data cache again"
     with pytest.raises(ValueError, match=text) as error:
         latents.read(tmp_path / "a")
     assert "\n" not in str(error.value)

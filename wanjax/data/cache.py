@@ -1,28 +1,31 @@
 """Encode a folder of captioned videos and images to latents and text rows, once, on disk.
 
-    cache/cache.json          model, digests of its encoders, settings: the same for all clips
+    cache/cache.json          model, digests of its encoders, dtype, settings: the same for all
           clips/<key>.safetensors   latents [T,H,W,C], text [S,E], and for image-to-video models
                                     first [T,H,W,C] and image [S',E']; caption and source in its
                                     header
           report.json         the outcome for every file of the folder, with the reason
 
-A key is a digest of the file's bytes, the caption, the settings and the encoders. A clip is written
-whole or not at all, so an interrupted run can simply be started again. Several processes share the
-folder: each encodes every n-th file on its own device, and process 0 brings the outcomes together.
+A key is a digest of the file's bytes, the caption, the settings and the encoders. Where only the
+caption is new, latents are taken from the clip that has them and text alone is encoded. A clip is
+written whole or not at all, so an interrupted run can simply be started again. Several processes
+share the folder: each encodes every n-th file on its own device, and process 0 brings the outcomes
+together.
 
 Dims: T latent frames  H W latent height/width  C channels  S text rows  E text width
 """
 
 import collections
-import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
+import socket
 import time
-from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import asdict, dataclass
 
 import jax
@@ -32,24 +35,13 @@ import safetensors
 import safetensors.numpy
 
 from convert import digest
-from wanjax.data import text, video
+from wanjax.data import cut, media, text
 from wanjax.models import condition, presets, umt5, vae
 from wanjax.parallel import distributed, sharding
 
-FORMAT = 2  # 1 knew encoders by a few numbers of each leaf
+FORMAT = 3  # 1 knew encoders by a few numbers of each leaf, 2 did not know the dtype
 ENCODERS = ("vae", "text_encoder", "image_encoder")  # components that a cache is made with
-_AHEAD = 2  # files decoded while one is encoded
-_SLOWER = 0.9  # a source below this share of the requested frame rate would repeat frames
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What clips are cut to. A clip gets the longest length it fills and, of the sizes that need
-    no enlarging, the one closest to its aspect ratio (the largest of equals)."""
-
-    frames: tuple[int, ...]  # allowed lengths, 4n + 1
-    sizes: tuple[tuple[int, int], ...]  # allowed (height, width) in pixels
-    fps: float | None  # frames per second after retiming; None keeps every frame
+_TEXTS = 64  # rows of this many captions are kept for files that share them
 
 
 @dataclass(frozen=True)
@@ -63,8 +55,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-def build(folder, out, settings: Settings, params: dict, model: presets.ModelConfig, path):
-    """Cache every captioned file below `folder` in `out`; returns [Outcome] of all of them.
+def build(folder, out, settings: cut.Settings, params: dict, model: presets.ModelConfig, path):
+    """Cache every captioned file below `folder` in `out`; returns [Outcome] of all files there.
 
     params: ENCODERS of the model, read from the checkpoint at `path`. All processes call it
     together. Raises ValueError before any work for settings that the model cannot take, a folder
@@ -72,16 +64,17 @@ def build(folder, out, settings: Settings, params: dict, model: presets.ModelCon
     """
     folder, out, first = pathlib.Path(folder), pathlib.Path(out), jax.process_index() == 0
     check(settings, model)
-    files = distributed.everywhere(lambda: media(folder))
-    names = [file.relative_to(folder).as_posix() for file in files]
+    settings = of_kind(settings, model)
+    files = distributed.everywhere(lambda: media.listing(folder))
     identity = distributed.everywhere(lambda: identify(path, model))
     identity |= json.loads(json.dumps(asdict(settings)))
-    distributed.agree({"cache": identity, "files": distributed.fingerprint(names)})
+    identity |= {"dtype": jax.tree.leaves(params["vae"])[0].dtype.name}
+    distributed.agree({"cache": identity, "files": distributed.fingerprint([*map(ascii, files)])})
     distributed.everywhere(lambda: _claim(out, identity, model) if first else None)
     distributed.everywhere(lambda: _check_shared(out))
-    mine = slice(jax.process_index(), None, jax.process_count())
-    outcomes = _encode(files[mine], folder, out, settings, identity, _encoder(params, model))
-    outcomes = _together(out, names, outcomes)
+    mine = dict([*files.items()][jax.process_index() :: jax.process_count()])
+    outcomes = _encode(mine, folder, out, settings, identity, _encoder(params, model))
+    outcomes = _together(out, [*files], outcomes)
 
     def finish():
         _forget(out, folder, {o.key for o in outcomes})
@@ -91,33 +84,7 @@ def build(folder, out, settings: Settings, params: dict, model: presets.ModelCon
     return outcomes
 
 
-def media(folder) -> list[pathlib.Path]:
-    """Video and image files below a folder, sorted; ValueError when there are none."""
-    folder = pathlib.Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"no folder at {folder}; expected videos or images with .txt captions")
-    kinds = video.IMAGES + video.VIDEOS
-    found = sorted(f for f in folder.rglob("*") if f.suffix.lower() in kinds and f.is_file())
-    if not found:
-        raise ValueError(f"{folder} holds no video or image ({' '.join(kinds)})")
-    return found
-
-
-def caption_of(file: pathlib.Path) -> str:
-    """The caption beside a file; ValueError with the reason why there is none."""
-    path = file.with_suffix(".txt")
-    if not path.is_file():
-        raise ValueError("no caption (a .txt file of the same name)")
-    try:
-        caption = path.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise ValueError("caption is not UTF-8") from None
-    if not text.clean(caption):
-        raise ValueError("empty caption")
-    return caption
-
-
-def check(settings: Settings, model: presets.ModelConfig) -> None:
+def check(settings: cut.Settings, model: presets.ModelConfig) -> None:
     """Raise ValueError for lengths and sizes that the model cannot take."""
     code, patch = model.vae, model.wan.patch_size
     for frames in settings.frames:
@@ -131,12 +98,16 @@ def check(settings: Settings, model: presets.ModelConfig) -> None:
             )
 
 
+def of_kind(settings: cut.Settings, model: presets.ModelConfig) -> cut.Settings:
+    """The settings, knowing whether the model continues an image."""
+    return dataclasses.replace(settings, image_to_video=condition.kind(model) == "latents")
+
+
 def identify(path, model: presets.ModelConfig) -> dict:
     """What all clips of a cache share besides the settings, as JSON; path: of the checkpoint."""
     return {
         "latent_channels": model.vae.z_dim,
         "text_length": model.wan.text_len,
-        "image_to_video": condition.kind(model) == "latents",
         **{part: digest.component(path, part) for part in ENCODERS[: 3 if model.image else 2]},
     }
 
@@ -163,43 +134,108 @@ def header(path) -> dict:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Text table: used clips by bucket, the others by reason."""
+    """Text table: used clips by bucket, how many of each length, the other files by reason."""
     used, lost = collections.defaultdict(list), collections.defaultdict(list)
     for o in outcomes:
         (used[o.bucket] if o.bucket else lost[o.reason]).append(o)
-    total = [o for group in used.values() for o in group]
+    order = sorted(used, key=lambda bucket: tuple(map(int, bucket.split("x"))))
     rows = [f"{'used':24} {'clips':>6} {'seconds':>9}"]
-    for name, group in [*sorted(used.items()), ("all", total)]:
+    for name, group in [*((b, used[b]) for b in order), ("all", sum(used.values(), []))]:
         rows.append(f"  {name:22} {len(group):6} {sum(o.seconds for o in group):9.1f}")
+    if len(used) > 1:
+        lengths = collections.Counter()
+        for bucket in order:
+            lengths[bucket.split("x")[0]] += len(used[bucket])
+        listed = (f"{count} of {n} frame{'s' * (n != '1')}" for n, count in lengths.items())
+        rows.append(f"  by length: {', '.join(listed)}")
+        least = min(order, key=lambda bucket: len(used[bucket]))
+        rows.append(
+            f"  a batch is of one bucket; the smallest is {least} with {len(used[least])}: a "
+            "larger config.data.batch repeats its clips; fewer --frames or --size make fewer "
+            "buckets"
+        )
     rows += [f"{'not used, and why':24} {'files':>6}"] if lost else []
     for reason, group in sorted(lost.items(), key=lambda pair: -len(pair[1])):
-        names = ", ".join(o.file for o in group[:3]) + (", …" if len(group) > 3 else "")
-        rows.append(f"  {reason}: {len(group)} ({names})")
+        names = ", ".join(media.shown(o.file) for o in group[:3])
+        rows.append(f"  {reason}: {len(group)} ({names}{', …' if len(group) > 3 else ''})")
     return "\n".join(rows)
 
 
-def _encode(files, folder, out, settings: Settings, identity: dict, encode) -> list[Outcome]:
+def outcome_of(found: media.Found) -> Outcome:
+    """The Outcome of a file that was looked at and is not in a cache."""
+    if found.made is None:
+        return Outcome(found.file, reason=found.reason)
+    length, fps = found.made.shape[0], found.made.fps
+    bucket = "x".join(map(str, found.made.shape))
+    return Outcome(found.file, bucket, seconds=length / fps if fps else 0.0)
+
+
+def twin(file: str) -> Outcome:
+    """The Outcome of a file that equals one before it."""
+    return Outcome(file, reason="the same file and caption as another")
+
+
+def _encode(files, folder, out, settings: cut.Settings, identity: dict, encode) -> list[Outcome]:
     """Encode the files that are not in the cache yet, and say how far it is."""
     outcomes: list[Outcome] = []
     keys: set[str] = set()
+    latents = _by_content(out)
     started, work, shown = time.monotonic(), 0, 0.0
-    for file, prepared in _prepared(files, folder, settings, identity, out):
-        outcome = prepared if isinstance(prepared, Outcome) else prepared[0]
-        if outcome.key in keys:
-            outcome = _twin(outcome)
-        elif not isinstance(prepared, Outcome):
-            outcome = _store(encode, out, folder, *prepared)
-            work += 1
-        outcomes.append(outcome)
-        keys |= {outcome.key} - {""}
-        done, now = len(outcomes), time.monotonic()
-        if now - shown > 5 or done == len(files):
-            shown, rate = now, work / max(now - started, 1e-9)
-            left = f"{(len(files) - done) / rate / 60:.1f} min" if work else "-"
-            what = outcome.bucket or outcome.reason
-            name = file.relative_to(folder).as_posix()
-            print(f"cache    {done}/{len(files)}  ETA {left}  {name}: {what}", flush=True)
+
+    def known(caption, sha256):
+        done = _path(out, _key(caption, sha256, identity))
+        path = done if done.is_file() else latents.get(sha256)
+        return path and {"path": path, **header(path)}
+
+    looked = media.look(folder, files, settings, known, keep=True, share=_share())
+    with contextlib.closing(looked):
+        for found in looked:
+            key = "" if found.reason else _key(found.caption, found.sha256, identity)
+            path = _path(out, key)
+            if found.reason:
+                outcome = outcome_of(found)
+            elif key in keys:
+                outcome = twin(found.file)
+            elif found.known and found.known["path"] == path:
+                outcome = Outcome(
+                    found.file, found.known["bucket"], "", key, found.known["seconds"]
+                )
+            else:
+                outcome = _store(encode, out, folder, found, key)
+                latents[found.sha256] = path
+                work += 1
+            outcomes.append(outcome)
+            keys |= {outcome.key} - {""}
+            done, now = len(outcomes), time.monotonic()
+            if now - shown > 5 or done == len(files):
+                shown, rate = now, work / max(now - started, 1e-9)
+                left = f"{(len(files) - done) / rate / 60:.1f} min" if work else "-"
+                what = outcome.bucket or outcome.reason
+                name = media.shown(found.file)
+                print(f"cache    {done}/{len(files)}  ETA {left}  {name}: {what}", flush=True)
     return outcomes
+
+
+def _key(caption: str, sha256: str, identity: dict) -> str:
+    parts = json.dumps([sha256, caption, identity], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+
+def _path(out, key: str) -> pathlib.Path:
+    return out / "clips" / f"{key}.safetensors"
+
+
+def _by_content(out) -> dict[str, pathlib.Path]:
+    """{digest of a source's bytes: a clip that holds its latents} of a cache."""
+    files = sorted((out / "clips").glob("*.safetensors"))
+    with futures.ThreadPoolExecutor(16) as pool:  # waits for disks, not for CPUs
+        return dict(zip((h["sha256"] for h in pool.map(header, files)), files, strict=True))
+
+
+def _share() -> int:
+    """Processes of this command on this machine."""
+    host = socket.gethostname()
+    return distributed.gather(host).count(host) if jax.process_count() > 1 else 1
 
 
 def _together(out, names, outcomes: list[Outcome]) -> list[Outcome]:
@@ -217,95 +253,15 @@ def _together(out, names, outcomes: list[Outcome]) -> list[Outcome]:
     by_name, keys, found = {o.file: o for o in outcomes}, {""}, []
     for outcome in (by_name[name] for name in names):
         again = outcome.bucket and outcome.key in keys
-        found.append(_twin(outcome) if again else outcome)
+        found.append(twin(outcome.file) if again else outcome)
         keys.add(outcome.key)
     return found
 
 
-def _twin(outcome: Outcome) -> Outcome:
-    return Outcome(outcome.file, reason="the same file and caption as another")
-
-
-def _prepared(files, folder, settings, identity, out) -> Iterator[tuple]:
-    """(file, what `_prepare` returns) in order, working a few files ahead of the reader."""
-    with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
-
-        def prepare(file):
-            return pool.submit(_prepare, file, folder, settings, identity, out)
-
-        queue = collections.deque((file, prepare(file)) for file in files[:_AHEAD])
-        try:
-            for following in [*files[_AHEAD:], *[None] * min(_AHEAD, len(files))]:
-                file, future = queue.popleft()
-                yield file, future.result()
-                if following:
-                    queue.append((following, prepare(following)))
-        finally:
-            for _, future in queue:
-                future.cancel()
-
-
-def _prepare(file, folder, settings: Settings, identity: dict, out):
-    """Outcome of a file that needs no work, or (its future Outcome, frames, header facts)."""
-    name = file.relative_to(folder).as_posix()
-    try:
-        caption = caption_of(file)
-        with open(file, "rb") as data:
-            content = hashlib.file_digest(data, "sha256").hexdigest()
-        parts = json.dumps([content, caption, identity], sort_keys=True)
-        key = hashlib.sha256(parts.encode()).hexdigest()[:32]
-        done = out / "clips" / f"{key}.safetensors"
-        if done.is_file():
-            known = header(done)
-            return Outcome(name, known["bucket"], "", key, known["seconds"])
-        frames, fps = _cut(file, settings, identity["image_to_video"])
-    except ValueError as error:
-        return Outcome(name, reason=" ".join(str(error).split()))
-    bucket = "x".join(map(str, frames.shape[:3]))
-    facts = dict(caption=caption, file=name, sha256=content, bucket=bucket, fps=fps)
-    outcome = Outcome(name, bucket, "", key, len(frames) / fps if fps else 0.0)
-    return outcome, frames, facts | {"seconds": outcome.seconds}
-
-
-def _cut(file, settings: Settings, image_to_video: bool):
-    """(frames_THWC of one bucket, frame rate); ValueError with the reason to drop the file."""
-    meta = video.probe(file)
-    if settings.fps and 0 < meta["fps"] < _SLOWER * settings.fps:
-        raise ValueError(
-            f"{meta['fps']:g} frames a second would be repeated to give {settings.fps:g} (--fps)"
-        )
-    frames, size = [], None
-    for frame in video.read_frames(file, max(settings.frames), settings.fps):
-        size = size or _size(frame.shape[:2], settings.sizes)
-        frames.append(video.fit(frame, *size))
-    lengths = [n for n in settings.frames if n <= len(frames)]
-    if not lengths:
-        raise ValueError(f"{len(frames)} frames, shorter than --frames {min(settings.frames)}")
-    if image_to_video and max(lengths) == 1:
-        raise ValueError("one frame has nothing to learn for an image-to-video model")
-    return np.stack(frames[: max(lengths)]), settings.fps or meta["fps"]
-
-
-def _size(source, sizes):
-    """The allowed size closest in aspect ratio to (height, width), among those it covers."""
-    fitting = [s for s in sizes if s[0] <= source[0] and s[1] <= source[1]]
-    if not fitting:
-        smallest = min(sizes, key=math.prod)
-        listed = "x".join(map(str, smallest))
-        raise ValueError(f"{source[0]}x{source[1]} would have to be enlarged to {listed} (--size)")
-
-    def distance(size):
-        stretch = abs(math.log(size[0] / size[1]) - math.log(source[0] / source[1]))
-        return round(stretch, 6), -math.prod(size)
-
-    return min(fitting, key=distance)
-
-
 def _encoder(params: dict, model: presets.ModelConfig):
-    """A function (frames_THWC uint8, caption) -> {name: float32 array} of one clip."""
+    """Functions (frames_THWC uint8) -> {name: float32 array} and (caption) -> text [S,E]."""
     tokenizer = text.load_tokenizer(model.tokenizer)
     read = jax.jit(functools.partial(umt5.encode, config=model.text))
-    rows: dict = {}
 
     @jax.jit
     def pixels(params, frames_THWC):
@@ -321,29 +277,39 @@ def _encoder(params: dict, model: presets.ModelConfig):
     def read_text(ids, mask):
         return sharding.fetch(read(params["text_encoder"], ids, mask))
 
-    def encode(frames_THWC, caption):
-        rows.clear()  # captions rarely repeat
+    @functools.lru_cache(_TEXTS)
+    def rows(caption):
+        kept: dict = {}
         length = model.wan.text_len
-        text.encode_prompts(read_text, tokenizer, [caption], length=length, batch=1, cache=rows)
-        found = pixels(params, frames_THWC)
-        arrays = {name: sharding.fetch(a) for name, a in found.items()}
-        return arrays | {"text": rows[caption].astype(np.float32)}
+        text.encode_prompts(read_text, tokenizer, [caption], length=length, batch=1, cache=kept)
+        return kept[caption].astype(np.float32)
 
-    return encode
+    return lambda frames: {n: sharding.fetch(a) for n, a in pixels(params, frames).items()}, rows
 
 
-def _store(encode, out, folder, outcome: Outcome, frames, facts) -> Outcome:
-    """Encode a clip and write its file; an Outcome with a reason if values are not finite."""
-    tensors = encode(frames, facts["caption"])
+def _store(encode, out, folder, found: media.Found, key: str) -> Outcome:
+    """Encode a clip, or only its caption where its latents are known, and write its file; an
+    Outcome with a reason if values are not finite."""
+    pixels, rows = encode
+    if found.made is None:
+        assert found.known is not None
+        tensors = safetensors.numpy.load_file(found.known["path"])
+        facts: dict = {name: found.known[name] for name in ("bucket", "fps", "seconds")}
+        print(f"cache    {media.shown(found.file)}: its latents are there, only text is encoded")
+    else:
+        tensors, outcome = pixels(found.made.frames), outcome_of(found)
+        facts = dict(bucket=outcome.bucket, fps=found.made.fps, seconds=outcome.seconds)
+    tensors |= {"text": rows(found.caption)}
     for name, array in tensors.items():
         if not np.isfinite(array).all():
-            return Outcome(outcome.file, reason=f"its {name} are not finite numbers")
-    facts = {**facts, "folder": str(folder.resolve())}
-    path = out / "clips" / f"{outcome.key}.safetensors"
+            return Outcome(found.file, reason=f"its {name} are not finite numbers")
+    facts |= dict(caption=found.caption, file=found.file, sha256=found.sha256)
+    facts |= {"folder": str(folder.resolve())}
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     # one string, because safetensors writes several in arbitrary order
-    _write(path, safetensors.numpy.save(tensors, {"clip": json.dumps(facts, sort_keys=True)}))
-    return outcome
+    data = safetensors.numpy.save(tensors, {"clip": json.dumps(facts, sort_keys=True)})
+    _write(_path(out, key), data)
+    return Outcome(found.file, facts["bucket"], "", key, facts["seconds"])
 
 
 def _claim(out, identity: dict, model: presets.ModelConfig) -> None:
@@ -357,6 +323,8 @@ def _claim(out, identity: dict, model: presets.ModelConfig) -> None:
             raise ValueError(
                 f"{out} holds a cache of other settings ({changed}); choose another --out"
             )
+    elif out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; set --out to a folder")
     elif out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no cache; choose another --out")
     (out / "clips").mkdir(parents=True, exist_ok=True)
@@ -377,9 +345,11 @@ def _check_shared(out) -> None:
 def _forget(out, folder, keys) -> None:
     """Remove clips of this folder whose file or caption has changed or is gone."""
     for path in sorted((out / "clips").glob("*.safetensors")):
-        if path.stem not in keys and header(path).get("folder") == str(folder.resolve()):
+        known = header(path) if path.stem not in keys else {}
+        if known.get("folder") == str(folder.resolve()):
             path.unlink()
-            print(f"cache    removed {path.name}: its file or caption has changed or is gone")
+            name = media.shown(known["file"])
+            print(f"cache    {name}: removed what was made before its file or caption changed")
 
 
 def _write(path, data: bytes) -> None:

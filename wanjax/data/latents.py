@@ -37,7 +37,7 @@ import safetensors
 from jax.sharding import NamedSharding
 
 from convert import digest
-from wanjax.data import Item, cache, prompts, text
+from wanjax.data import Item, cache, media, prompts, text
 from wanjax.models import condition, presets, vae
 from wanjax.parallel import sharding
 
@@ -60,6 +60,7 @@ class Clip:
     file: str
     group: int | None = None  # row group of a parquet file
     row: int = 0  # in that group
+    source: str = ""  # the video or image that a cache was made of
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +161,7 @@ class LatentStream:
                 "lower config.data.holdout or add clips"
             )
         _check(self.source, self.model)
+        _check_captions(self.source)
         if self.first_frame and condition.kind(self.model) == "":
             raise ValueError(
                 f"config.data.first_frame is on but model {self.model.name} takes no image; "
@@ -230,11 +232,16 @@ class LatentStream:
         return self._item(clips, self._read(clips, names), names)
 
     def describe(self) -> str:
-        """A line about the clips, and one per shape."""
+        """A line about the clips, and one per shape: it says where a batch repeats clips."""
         line = f"clips    {len(self.clips)} trained on, {len(self.held)} held out, "
         line += f"texts of up to {self.text_rows} rows"
-        shapes = [f"         {len(g)} of latents {shape}" for shape, g in self._groups.items()]
-        return "\n".join([line, *shapes])
+        return "\n".join([line, *map(self._describe, self._groups.values())])
+
+    def _describe(self, group: list[Clip]) -> str:
+        line = f"         {len(group)} of latents {group[0].shape}"
+        if len(group) >= self.batch:
+            return line
+        return f"{line}, fewer than config.data.batch {self.batch}: its batches repeat clips"
 
     def state(self, step: int) -> dict:
         """Return what a checkpoint must hold (JSON) to continue with `step` as the next step."""
@@ -352,6 +359,33 @@ def _check(source: Source, model: presets.ModelConfig) -> None:
                 )
 
 
+def _check_captions(source: Source) -> None:
+    """Raise ValueError naming clips whose .txt, where it is within reach, says something else than
+    when it was cached."""
+    held = [clip for clip in source.clips if clip.source]
+    with futures.ThreadPoolExecutor(16) as pool:
+        stale = [
+            clip.source for clip, old in zip(held, pool.map(_is_stale, held), strict=True) if old
+        ]
+    if stale:
+        names = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
+        raise ValueError(
+            f"{source.path} is stale: {len(stale)} of {len(source.clips)} captions have changed "
+            f"since ({names}); run the same python -m wanjax.data cache command again, which "
+            "encodes those alone"
+        )
+
+
+def _is_stale(clip: Clip) -> bool:
+    file = pathlib.Path(clip.source)
+    try:
+        return file.with_suffix(".txt").is_file() and media.caption_of(file) != clip.caption
+    except OSError:
+        return False  # not within reach
+    except ValueError:
+        return True  # no caption any more
+
+
 def check_encoders(source: Source, path) -> None:
     """Raise ValueError when a cache was made by encoders other than those of the checkpoint at
     `path`; their bytes are compared, not loaded."""
@@ -369,7 +403,9 @@ def _of_cache(file) -> Clip:
     shapes = found["shapes"]
     rows, width = shapes["text"]
     more = (shapes.get("first"), shapes.get("image"))
-    return Clip(found["caption"], found["sha256"], shapes["latents"], rows, width, *more, str(file))
+    about = (found["caption"], found["sha256"], shapes["latents"], rows, width, *more, str(file))
+    folder = found.get("folder")
+    return Clip(*about, source=str(pathlib.Path(folder, found["file"])) if folder else "")
 
 
 def _of_parquet(file) -> list[Clip]:
