@@ -18,7 +18,7 @@ LEVELS = {
     3: ("wanjax.settings", "wanjax.state", "wanjax.optim", "wanjax.rewards"),
     4: ("wanjax.data", "wanjax.run", "wanjax.sampling"),
     5: ("wanjax.algorithms",),
-    6: ("wanjax.setup", "wanjax.evaluate"),
+    6: ("wanjax.setup", "wanjax.evaluate", "wanjax.command"),
     7: (
         "wanjax.train", "wanjax.sample", "wanjax.export", "wanjax.report", "wanjax.doctor",
         "wanjax.plan", "wanjax.data.__main__",

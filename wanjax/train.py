@@ -23,11 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags, logging
 
 from configs import default
 from convert import lora
 from wanjax import (
+    command,
     evaluate,
     export,
     optim,
@@ -475,8 +476,7 @@ _LOCAL_DEVICES = flags.DEFINE_string("local_devices", "", "GPUs of this process,
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "check config, model and shapes, then stop")
 
 
-def _command_line(argv) -> None:
-    del argv
+def _command_line() -> None:
     logging.set_verbosity(logging.WARNING)  # the libraries' own chatter hides the progress line
     config = setup.CONFIG.value
     runtime.set_flags(config.model.remat, config.mesh.to_dict())
@@ -489,6 +489,8 @@ def _command_line(argv) -> None:
     except (
         ValueError, FloatingPointError, rewards.RewardError, alarms.Collapsed, checkpoint.NotSaved,
     ) as error:  # fmt: skip
+        if command.DEBUG.value:
+            raise
         distributed.leave(1, f"wanjax.train: {error}")
     except distributed.NeedsRestart as error:
         distributed.leave(distributed.RESTART, f"wanjax.train: {error}")
@@ -497,5 +499,5 @@ def _command_line(argv) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(_command_line)
+    command.parse("wanjax.train", __doc__, ("config",))
+    _command_line()

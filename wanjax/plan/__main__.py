@@ -38,9 +38,9 @@ if __name__ == "__main__":  # before jax starts a backend
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     )
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from wanjax import setup
+from wanjax import command, setup
 from wanjax.parallel import runtime
 from wanjax.plan import advice
 from wanjax.plan.chips import GIB
@@ -111,8 +111,7 @@ def _relief(name: str, phase: dict) -> str:
     return "lower config.mesh.context or config.mesh.tensor"
 
 
-def _command_line(argv) -> None:
-    del argv
+def _command_line() -> None:
     logging.set_verbosity(logging.WARNING)
     config = setup.CONFIG.value
     chip = (_TOPOLOGY.value or "").partition(":")[0]
@@ -120,6 +119,8 @@ def _command_line(argv) -> None:
     try:
         result = make_plan(config, _TOPOLOGY.value or "", _MODEL.value)
     except ValueError as error:
+        if command.DEBUG.value:
+            raise
         sys.exit(f"wanjax.plan: {error}")
     if not result["fits"] and _ADVISE.value:
         result["advice"] = advice.advise(config, _TOPOLOGY.value or "", _MODEL.value)
@@ -132,5 +133,5 @@ _ADVISE = flags.DEFINE_bool("advise", True, "look for changes that fit when the 
 _JSON = flags.DEFINE_bool("json", False, "print JSON")
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "topology"])
-    app.run(_command_line)
+    command.parse("wanjax.plan", __doc__, ("config", "topology"))
+    _command_line()
