@@ -12,7 +12,7 @@ from wanjax import setup
 
 ROOT = pathlib.Path(__file__).parents[1]
 LEVELS = {
-    0: ("wanjax.trees", "wanjax.paths", "wanjax.parallel"),
+    0: ("wanjax.trees", "wanjax.paths", "wanjax.parallel", "wanjax.console"),
     1: ("wanjax.models",),
     2: ("wanjax.schedule", "wanjax.sampler", "wanjax.advantages", "wanjax.losses"),
     3: ("wanjax.settings", "wanjax.state", "wanjax.optim", "wanjax.rewards"),

@@ -10,6 +10,7 @@ last good checkpoint when it is started again; interrupted anywhere, it ends wit
 one that was not.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -29,6 +30,7 @@ from configs import default
 from convert import lora
 from wanjax import (
     command,
+    console,
     evaluate,
     export,
     optim,
@@ -76,7 +78,8 @@ def main(config, dry_run: bool = False) -> paths.Path:
     if config.lora.start:
         start = lora.load(list(config.lora.start), model, dense_merged=True)
     print(f"model    {config.model.path}", flush=True)
-    with sharding.use_mesh(mesh):
+    held = contextlib.nullcontext() if dry_run else guard.hold(run_dir)
+    with held, sharding.use_mesh(mesh):
         state = setup.abstract_state(config, run, algorithm, mesh)
         states.check_start(state, run.training, start)
         print(_banner(config, run, algorithm, state, mesh), flush=True)
@@ -499,5 +502,6 @@ def _command_line() -> None:
 
 
 if __name__ == "__main__":
-    command.parse("wanjax.train", __doc__, ("config",))
+    console.steady()
+    command.parse("wanjax.train", __doc__ or "", ("config",))
     _command_line()

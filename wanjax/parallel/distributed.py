@@ -77,6 +77,8 @@ def start(coordinator="", num_processes=None, process_id=None, local_devices="")
         os.environ.setdefault("NPROC", str(max(8, 2 * devices)))  # number of XLA:CPU's threads
     claim_memory()
     place = locate(os.environ, coordinator, num_processes, process_id, local_devices)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _hung_up)
     if not place.coordinator:
         signal.signal(signal.SIGTERM, _ask_stop)  # with several processes jax handles it
         return place
@@ -267,6 +269,12 @@ def _ask_stop(*_) -> None:
     global _stop_asked
     _stop_asked = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills at once
+
+
+def _hung_up(*_) -> None:
+    """A terminal that closes asks to stop, as SIGTERM does; shell and kernel may both say so."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, Any]:

@@ -133,5 +133,5 @@ _ADVISE = flags.DEFINE_bool("advise", True, "look for changes that fit when the 
 _JSON = flags.DEFINE_bool("json", False, "print JSON")
 
 if __name__ == "__main__":
-    command.parse("wanjax.plan", __doc__, ("config", "topology"))
+    command.parse("wanjax.plan", __doc__ or "", ("config", "topology"))
     _command_line()

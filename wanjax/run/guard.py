@@ -13,13 +13,21 @@ which it holds. A pattern covers every key below it; an argument of a reward is
 reward.NAME?ARGUMENT.
 """
 
+import contextlib
 import datetime
+import fcntl
 import fnmatch
 import json
+import os
+import socket
+import time
 import urllib.parse
 from typing import Any
 
+import jax
+
 from wanjax import paths, trees
+from wanjax.parallel import distributed
 from wanjax.run import disk
 
 _CLIP = ("pickscore", "clipscore", "hpsv2")
@@ -68,6 +76,56 @@ def claim(
     """
     run_dir = paths.resolve(run_dir)
     return bool(disk.on_first_process(lambda: _claim(run_dir, config, resume, defaults, allow)))
+
+
+@contextlib.contextmanager
+def hold(run_dir):
+    """Keep other processes of this machine, and of those that share the folder's locks, from
+    starting the same run meanwhile.
+
+    The lock is the kernel's, on a file beside the run folder, and ends with the process however it
+    ends. Raises ValueError naming the holder where there is one, and for a folder that can't be
+    written. Object stores have no locks: nothing is held there.
+    """
+    run_dir, file = paths.resolve(run_dir), None
+    if jax.process_index() == 0 and not paths.is_remote(run_dir):
+        file = distributed.everywhere(lambda: _lock(run_dir))
+    else:
+        distributed.everywhere(lambda: None)
+    try:
+        yield
+    finally:
+        if file:
+            file.close()
+
+
+def _lock(run_dir):
+    path = run_dir.with_name(f".{run_dir.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{run_dir.parent} can't be written ({error.strerror}); set config.workdir to a folder "
+            "that can"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"run {run_dir} is already going on: {holder}; end that one, or choose another "
+            "config.name"
+        ) from None
+    except OSError as error:
+        print(f"lock     {path} can't be locked ({error.strerror}): start the run only once")
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+    file.flush()
+    return file
 
 
 def record(
