@@ -65,9 +65,13 @@ def cut(path, settings: Settings, keep: bool) -> Cut:
 
 
 def content(path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal."""
+    """SHA-256 of a file's bytes, hexadecimal; of an image's hashed with a word more, because what
+    bytes are read as goes by the file's name."""
     with open(path, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
+        found = hashlib.file_digest(data, "sha256")
+    if path.suffix.lower() in video.IMAGES:
+        found.update(b"image")
+    return found.hexdigest()
 
 
 def _length(meta: dict, settings: Settings) -> int:
@@ -82,7 +86,8 @@ def _length(meta: dict, settings: Settings) -> int:
     fitting = [n for n in allowed if n <= count]
     if not fitting:
         frames = f"{count} frame{'s' if count > 1 else ''}"
-        raise ValueError(f"{frames}, shorter than --frames {min(allowed)}")
+        retimed = f" at {fps:g} a second (--fps)" if fps and rate else ""
+        raise ValueError(f"{frames}{retimed}, shorter than --frames {min(allowed)}")
     if settings.image_to_video and max(fitting) == 1:
         raise ValueError("one frame has nothing to learn for an image-to-video model")
     return max(fitting)

@@ -141,7 +141,7 @@ def _look(folder, name: str, reason: str, settings, known, keep: bool, pool) -> 
             return Found(name, "", caption, sha256, known=before)
         made = pool.submit(cut.cut, file, settings, keep).result()
     except ValueError as error:
-        return Found(name, paths.one_line(error))
+        return Found(name, paths.one_line(str(error).replace(str(file), file.name)))
     except OSError as error:
         return Found(name, f"cannot be read ({error.strerror or error})")
     return Found(name, "", caption, sha256, made)
