@@ -275,7 +275,8 @@ def _pread(path, out: np.ndarray, offset: int, name: str) -> None:
 def open_any(path) -> tuple[Tensors, dict[str, str]]:
     """Open one tensor file; its first bytes say whether it is safetensors, torch zip or GGUF."""
     path = paths.resolve(path)
-    head = paths.read_range(path, 0, 8)
+    head = paths.read_range(path, 0, 512)
+    _check_binary(path, head)
     if paths.is_remote(path) and (head[:4] == b"GGUF" or head[:2] == b"PK"):
         raise ValueError(
             f"{path}: only safetensors are read from an object store; copy the file to a local disk"
@@ -289,6 +290,22 @@ def open_any(path) -> tuple[Tensors, dict[str, str]]:
             f"{path}: legacy torch pickles are not read; save it again with torch.save"
         )
     return open_safetensors(path)
+
+
+def _check_binary(path: paths.Path, head: bytes) -> None:
+    """Raise ValueError for a text or nothing at all where weights should be."""
+    if not head:
+        raise ValueError(f"{path}: empty file; download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"{path}: a Git LFS pointer, not the weights; run `git lfs install && git lfs pull` in "
+            "its folder, or download it with `hf download`"
+        )
+    if head.lstrip()[:1] == b"<":
+        raise ValueError(f"{path}: a web page, not weights; download the file itself")
+    if head[:1] != b"\x80" and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head):
+        start = head[:40].decode().split("\n")[0]
+        raise ValueError(f"{path}: a text file ({start!r}), not weights; download it again")
 
 
 def open_torch(path) -> Tensors:

@@ -47,18 +47,21 @@ def convert(args) -> None:
     found = extract.extract(args.base, source, args.rank) if args.base else read.read(source)
     if args.expert:
         found = adapter.route(found, adapter.EXPERTS, args.expert)
+    config = None
     if args.model:
         config = presets.MODELS.get(args.model) or disk.model_config(disk.read(args.model))
         found, skipped = adapter.fit(adapter.route(found, config.experts), config)
         if skipped and args.strict:
             raise ValueError(f"{source}: {skipped}; pass --no-strict to convert the rest")
         print(skipped or f"fits {config.name}")
-    print(adapter.summary(found))
+    print(adapter.summary(found, config=config))
     if found.dense and args.to in ("diffusers", "diffsynth"):
         print(f"note: {args.to} does not read its dense changes; ComfyUI and wanjax do")
-    dtype = args.dtype and jnp.dtype(args.dtype)
+    if args.dtype:
+        found, loss = adapter.cast(found, jnp.dtype(args.dtype))
+        print(f"note: {loss}\n" if loss else "", end="")
     stem = args.name or re.sub(r"(?i)[_-](high|low)(_?noise)?$", "", pathlib.Path(args.src[0]).stem)
-    paths = write.write(found, args.out, args.to, stem=stem, dtype=dtype, combined=args.combined)
+    paths = write.write(found, args.out, args.to, stem=stem, combined=args.combined)
     print("\n".join(map(str, paths)))
 
 

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 import re
+import zlib
 from dataclasses import dataclass, field
 
 import jax
@@ -28,6 +29,7 @@ class LowRank:
     a: np.ndarray  # [R,I]
     b: np.ndarray  # [O,R]
     scale: float
+    kernel: tuple[int, ...] = ()  # of a convolution, whose I are channels times kernel
 
     @property
     def rank(self) -> int:
@@ -209,26 +211,69 @@ def of_trees(adapters, metadata: dict[str, str] | None = None) -> Adapter:
     return out
 
 
-def summary(adapter: Adapter, strength: float = 1.0) -> str:
-    """One line: modules, effective scale, and the relative size of the change on a probe input."""
+def summary(adapter: Adapter, strength: float = 1.0, config=None) -> str:
+    """One line: modules, of all that the model of `config` has, effective scale, and the relative
+    size of the change on a probe input."""
     pairs = [p for part in adapter.modules.values() for p in part.values()]
     dense = sum(map(len, adapter.dense.values()))
     scales = np.asarray([p.scale * strength for p in pairs] or [strength])
     size = probe(adapter) * abs(strength)
     if size == 0:
         raise ValueError("the adapter changes nothing: all its updates are zero")
-    text = f"{len(pairs)} low-rank and {dense} dense changes, scale min {scales.min():g} "
+    whole = ""
+    if config:
+        weights = sum(len(shape) > 1 for name, (*_, shape) in _shapes(config).items()
+                      if name.endswith(".weight"))  # fmt: skip
+        whole = f" of {weights * len(adapter.modules)} modules" if pairs else ""
+    text = f"{len(pairs)}{whole} low-rank and {dense} dense changes, scale min {scales.min():g} "
     text += f"median {np.median(scales):g} max {scales.max():g}, probe change {size:.2e}"
     return "; ".join([text, *adapter.notes])
 
 
 def probe(adapter: Adapter) -> float:
-    """Largest root-mean-square response of any update to a standard normal input."""
-    rng, worst = np.random.default_rng(0), 0.0
+    """Largest root-mean-square response of any update to a standard normal input of its own."""
+    worst = 0.0
     for part in adapter.modules.values():
-        for pair in part.values():
+        for name, pair in part.items():
+            rng = np.random.default_rng(zlib.crc32(name.encode()))
             x = rng.standard_normal(pair.a.shape[1]).astype(np.float32)
             y = pair.b.astype(np.float32) @ (pair.a.astype(np.float32) @ x) * pair.scale
             worst = max(worst, float(np.sqrt(np.mean(np.square(y)))))
     sizes = (np.abs(d.astype(np.float32)).max() for p in adapter.dense.values() for d in p.values())
     return max([worst, *map(float, sizes)])
+
+
+def cast(adapter: Adapter, dtype) -> tuple[Adapter, str]:
+    """Return the adapter with its factors and changes in `dtype`, and a line on what that lost.
+
+    Raises ValueError for values beyond the range of `dtype`.
+    """
+    nonzero = lost = 0
+
+    def one(name: str, array: np.ndarray) -> np.ndarray:
+        nonlocal nonzero, lost
+        exact = np.asarray(array, np.float32)
+        with np.errstate(over="ignore"):
+            made = exact.astype(dtype)
+        over = np.size(exact) - np.count_nonzero(np.isfinite(made.astype(np.float32)))
+        if over:
+            raise ValueError(
+                f"{name}: {over} of {exact.size} values, up to {np.abs(exact).max():.3g}, are "
+                f"beyond the range of {np.dtype(dtype).name}; pass --dtype bfloat16 or float32"
+            )
+        nonzero += np.count_nonzero(exact)
+        lost += np.count_nonzero(exact) - np.count_nonzero(made)
+        return made
+
+    pairs = {
+        expert: {
+            name: dataclasses.replace(pair, a=one(name, pair.a), b=one(name, pair.b))
+            for name, pair in part.items()
+        }
+        for expert, part in adapter.modules.items()
+    }
+    dense = {e: {n: one(n, d) for n, d in part.items()} for e, part in adapter.dense.items()}
+    made = dataclasses.replace(adapter, modules=pairs, dense=dense)
+    share = lost / max(nonzero, 1)
+    kind = np.dtype(dtype).name
+    return made, f"{lost} of {nonzero} values ({share:.2%}) became zero in {kind}" if lost else ""

@@ -196,7 +196,8 @@ def parse(tensors: files.Tensors, metadata: dict, settings: dict, where: str) ->
         except ValueError as error:
             raise ValueError(f"{where}: {group['module']}: {error}") from None
         bare += scale is None
-        pair = adapter.LowRank(a, b, 1.0 if scale is None else scale)
+        kernel = group["a"].shape[2:] if "a" in group else ()
+        pair = adapter.LowRank(a, b, 1.0 if scale is None else scale, kernel)
         out.modules.setdefault(expert, {})[module] = pair
         if "b_bias" in group:
             dense[f"{module}.bias"] = pair.scale * group["b_bias"].astype(np.float32)
@@ -222,7 +223,7 @@ def _groups(tensors: files.Tensors, where: str) -> dict[tuple, dict[str, typing.
         group = groups.setdefault((expert, target), {"module": module})
         if kind in group:
             raise ValueError(f"{where}: {module} has two tensors of kind {kind} ({key})")
-        group[kind] = tensor.all()
+        group[kind] = _finite(tensor.all(), key, where)
     if unknown:
         raise ValueError(
             f"{where}: {len(unknown)} of {len(tensors)} keys are not Wan adapter keys: "
@@ -233,6 +234,18 @@ def _groups(tensors: files.Tensors, where: str) -> dict[tuple, dict[str, typing.
     if any(expert for expert, _ in groups):  # then plain transformer.* is the first expert
         groups = {(e or "high", m): g for (e, m), g in groups.items()}
     return groups
+
+
+def _finite(array: np.ndarray, key: str, where: str) -> np.ndarray:
+    """The array; ValueError for a value that is no finite number."""
+    bad = np.size(array) - np.count_nonzero(np.isfinite(array.astype(np.float32)))
+    if bad:
+        raise ValueError(
+            f"{where}: {bad} of {array.size} values of {key} are NaN or infinite; its training "
+            "diverged or a cast overflowed: use an earlier checkpoint of it, or one of higher "
+            "precision"
+        )
+    return array
 
 
 def _factors(group: dict, kinds: set[str]) -> tuple[np.ndarray, np.ndarray, float | None]:

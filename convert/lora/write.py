@@ -10,6 +10,7 @@ import numpy as np
 from convert import files, names, save
 from convert.lora import adapter
 from wanjax import __version__, paths
+from wanjax.models import presets
 
 DIALECTS = {
     "diffusers": ("transformer.", ".lora_A.weight", ".lora_B.weight"),
@@ -23,6 +24,7 @@ _COMBINED = {  # prefixes of both experts in one file
     ("comfyui", "high"): "diffusion_model.transformer_1.",
     ("comfyui", "low"): "diffusion_model.transformer_2.",
 }
+_KERNEL = presets.MODELS["wan2.2_t2v_a14b"].wan.patch_size  # of all Wan models
 _OWN = ("lora_adapter_metadata", "wanjax.expert", "ss_network_dim", "ss_network_alpha", "format")
 
 
@@ -90,7 +92,7 @@ def _tensors(content: adapter.Adapter, expert, dialect: str, prefix: str) -> dic
     out = {}
     for module, pair in content.modules.get(expert, {}).items():
         key = spell(f"{module}.weight")
-        out[key + down], out[key + up] = pair.a, pair.b
+        out[key + down], out[key + up] = _factors(module, pair, dialect)
         alpha = pair.scale * pair.rank
         if dialect in ("comfyui", "kohya") or (dialect == "diffsynth" and alpha != pair.rank):
             out[f"{key}.alpha"] = np.asarray(alpha, np.float32)
@@ -98,6 +100,16 @@ def _tensors(content: adapter.Adapter, expert, dialect: str, prefix: str) -> dic
         kind = {"bias": "diff_b", "scale_shift_table": "diff_m", "weight": "diff"}
         out[f"{spell(name)}.{kind[name.rsplit('.', 1)[-1]]}"] = change
     return out
+
+
+def _factors(module: str, pair: adapter.LowRank, dialect: str) -> tuple[np.ndarray, np.ndarray]:
+    """(a, b) in the shapes that the reader of the dialect takes: those of peft have the kernel of a
+    convolution,
+    the others are matrices."""
+    if dialect != "diffusers" or not module.endswith("patch_embedding"):
+        return pair.a, pair.b
+    kernel = pair.kernel or _KERNEL
+    return pair.a.reshape(pair.rank, -1, *kernel), pair.b.reshape(*pair.b.shape, 1, 1, 1)
 
 
 def _header(content: adapter.Adapter, expert, dialect: str, prefix: str, combined: bool) -> dict:

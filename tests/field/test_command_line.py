@@ -40,51 +40,62 @@ QUICK = "--config=configs/quickstart.py"
 
 @cases(
     Case(
-        "--config.stpes=3", "refused",
+        "--config.stpes=3",
+        "refused",
         "wanjax.train: --config.stpes: no such key; did you mean --config.steps?",
         (QUICK, "--config.stpes=3"),
     ),
     Case(
-        "--config.optim.hgh.lr=1", "refused",
+        "--config.optim.hgh.lr=1",
+        "refused",
         "wanjax.train: --config.optim.hgh.lr: no such key; did you mean --config.optim.high.lr?",
         (QUICK, "--config.optim.hgh.lr=1"),
     ),
     Case(
-        "--config.high.lr 1, half of a key", "refused",
+        "--config.high.lr 1, half of a key",
+        "refused",
         "wanjax.train: --config.high.lr: no such key; did you mean --config.…lr?",
         (QUICK, "--config.high.lr", "1"),
     ),
     Case(
-        "a key of another project", "refused",
+        "a key of another project",
+        "refused",
         "wanjax.train: --config.xyzzy: no such key; configs/default.py has all keys",
         (QUICK, "--config.xyzzy=1"),
     ),
     Case(
-        "--config.steps=abc", "refused", "wanjax.train: --config.steps=abc: expected int",
+        "--config.steps=abc",
+        "refused",
+        "wanjax.train: --config.steps=abc: expected int",
         (QUICK, "--config.steps=abc"),
     ),
     Case(
-        "--config.optim.high.lr=high", "refused",
+        "--config.optim.high.lr=high",
+        "refused",
         "wanjax.train: --config.optim.high.lr=high: expected float",
         (QUICK, "--config.optim.high.lr=high"),
     ),
     Case(
-        "--dryrun", "refused", "wanjax.train: --dryrun: no such flag; did you mean --dry_run?",
+        "--dryrun",
+        "refused",
+        "wanjax.train: --dryrun: no such flag; did you mean --dry_run?",
         (QUICK, "--dryrun"),
     ),
     Case(
-        "steps=3 without dashes", "refused",
+        "steps=3 without dashes",
+        "refused",
         "wanjax.train: unexpected argument 'steps=3' (--config.KEY=VALUE sets a key)",
         (QUICK, "steps=3"),
     ),
     Case("no --config", "refused", "wanjax.train: --config is missing; --help shows the usage", ()),
     Case(
-        "a config that is not there", "refused",
+        "a config that is not there",
+        "refused",
         "wanjax.train: --config=configs/quikstart.py: no file configs/quikstart.py; did you mean "
         "configs/quickstart.py?",
         ("--config", "configs/quikstart.py"),
     ),
-)  # fmt: skip
+)
 def test_slips_are_one_line(case, parse):
     code, out, said = parse(*case.given)
     assert code == 2 and not out and len(said.splitlines()) == 1, said
@@ -92,11 +103,19 @@ def test_slips_are_one_line(case, parse):
 
 
 @cases(
-    Case("a config that raises", "refused",
-         "wanjax.train: …config.py, line 2: ZeroDivisionError: division by zero", BROKEN),
-    Case("a config with a syntax error", "refused",
-         "wanjax.train: …config.py, line 2: '(' was never closed", OPEN),
-)  # fmt: skip
+    Case(
+        "a config that raises",
+        "refused",
+        "wanjax.train: …config.py, line 2: ZeroDivisionError: division by zero",
+        BROKEN,
+    ),
+    Case(
+        "a config with a syntax error",
+        "refused",
+        "wanjax.train: …config.py, line 2: '(' was never closed",
+        OPEN,
+    ),
+)
 def test_broken_configs_name_file_and_line(case, parse, tmp_path):
     file = tmp_path / "config.py"
     file.write_text(case.given)

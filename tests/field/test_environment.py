@@ -80,11 +80,14 @@ def model(tmp_path_factory):
     return tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
-@cases(Case(
-    "the same run started twice at once", "the second is refused, also by wanjax.train",
-    "run …/run is already going on: process … on … since … UTC; end that one, or choose another "
-    "config.name",
-))  # fmt: skip
+@cases(
+    Case(
+        "the same run started twice at once",
+        "the second is refused, also by wanjax.train",
+        "run …/run is already going on: process … on … since … UTC; end that one, or "
+        "choose another config.name",
+    )
+)
 def test_a_run_is_started_once(case, model, tmp_path):
     """Until its process ends, however it ends."""
     run = tmp_path / "run"
@@ -108,14 +111,25 @@ def test_a_run_is_started_once(case, model, tmp_path):
 
 
 @cases(
-    Case("a workdir below a file", "refused before work",
-         "… can't be written (Not a directory); set config.workdir to a folder that can",
-         "file/runs"),
-    Case("a workdir below /proc", "refused before work", "… can't be written (No such file or "
-         "directory); set config.workdir to a folder that can", "/proc/none/runs"),
-    Case("a file where the run folder goes", "refused before work",
-         "run folder … is a file; choose another name for the run", "."),
-)  # fmt: skip
+    Case(
+        "a workdir below a file",
+        "refused before work",
+        "… can't be written (Not a directory); set config.workdir to a folder that can",
+        "file/runs",
+    ),
+    Case(
+        "a workdir below /proc",
+        "refused before work",
+        "… can't be written (No such file or directory); set config.workdir to a folder that can",
+        "/proc/none/runs",
+    ),
+    Case(
+        "a file where the run folder goes",
+        "refused before work",
+        "run folder … is a file; choose another name for the run",
+        ".",
+    ),
+)
 def test_folders_are_checked_before_weights(case, model, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "run").write_text("")
