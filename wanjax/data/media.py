@@ -106,9 +106,10 @@ def look(
     a process that decodes is lost.
     """  # fmt: skip
     folder, left = pathlib.Path(folder), iter(files.items())
+    alone = len(files) == 1  # nothing to decode ahead of
     with (
         concurrent.futures.ThreadPoolExecutor(cut.workers(share) + _AHEAD) as threads,
-        cut.processes(share) as pool,
+        concurrent.futures.ThreadPoolExecutor(1) if alone else cut.processes(share) as pool,
     ):
         queue: collections.deque = collections.deque()
         while True:
