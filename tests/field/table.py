@@ -12,6 +12,9 @@ FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "FIELD.md"
 
 
+_MARKED: dict[Any, tuple] = {}  # test: its cases
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """brought, outcome: as a person would say it. message: the printed line; … stands for any text.
@@ -34,7 +37,7 @@ def cases(*rows: Case):
     and their own order."""
 
     def mark(test):
-        test.rows = rows
+        _MARKED[test] = rows
         return pytest.mark.parametrize("case", rows, ids=[row.brought for row in rows])(test)
 
     return mark
@@ -46,7 +49,8 @@ def render() -> str:
     lines += ["Written by `python -m tests.field` from the tests in `tests/field/`.", ""]
     for file in sorted(FOLDER.glob("test_*.py")):
         module = importlib.import_module(f"tests.field.{file.stem}")
-        rows = [row for test in vars(module).values() for row in getattr(test, "rows", ())]
+        tests = [test for test in vars(module).values() if callable(test) and test in _MARKED]
+        rows = [row for test in tests for row in _MARKED[test]]
         if rows:
             lines += [f"## {module.__doc__.splitlines()[0].rstrip('.')}", ""]
             lines += ["| brought | outcome | message |", "|---|---|---|"]
