@@ -292,6 +292,21 @@ def test_other_options_for_the_same_cache(case, made, model, capsys):
 
 
 @cases(
+    Case("--out that is a file", "refused", "a.txt is a file; set --out to a folder", "a.txt"),
+    Case("--out below a file", "refused", "Not a directory: …a.txt/cache", "a.txt/cache"),
+    Case("--out that holds other things", "refused",
+         "is not empty and holds no cache; choose another --out", "."),
+)  # fmt: skip
+def test_places_that_cannot_hold_a_cache(case, tmp_path, model, capsys):
+    clip(tmp_path / "a.mkv")
+    given = ["--model", model[2], "--out", str(tmp_path / case.given), "--fps", "keep"]
+    with pytest.raises(SystemExit):
+        command.main(["cache", str(tmp_path), *given])
+    (line,) = capsys.readouterr().err.splitlines()
+    case.check(line)
+
+
+@cases(
     Case("three clips for a batch of four", "said at the start",
          "3 of latents (2, 3, 4, 4), fewer than config.data.batch 4: its batches repeat clips",
          (3, 4)),
