@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
+import json
 import math
 import pathlib
 import re
@@ -25,7 +26,7 @@ from wanjax.algorithms import dmd2, grpo, nft, sft
 from wanjax.data import latents, previews, text, video
 from wanjax.data import prompts as prompt_files
 from wanjax.models import blocks, condition, presets, quant, wan
-from wanjax.parallel import sharding
+from wanjax.parallel import distributed, sharding
 from wanjax.rewards import shapes
 from wanjax.run import alarms, metrics, profiling
 
@@ -246,6 +247,22 @@ def first_frames(
         params |= load_model(config.model.path, param_dtype=dtype, mesh=mesh, components=own)[0]
     images = [video.fit(video.read_image(file), plan.height, plan.width) for file in files]
     return condition.first_frames(params, images, plan.frames, model=model)
+
+
+def identify(config, model: presets.ModelConfig, roles: dict) -> dict[str, str]:
+    """{"role/expert": digest of all its bytes} of the weights that a run starts from, and of the
+    VAE. Process 0 reads the files, once: see `convert.digest`."""
+    first = jax.process_index() == 0
+
+    def read() -> str:
+        found = {"vae": digest.component(config.model.path, "vae")} if first else {}
+        for role, its in {"student": model, **roles}.items() if first else ():
+            own = config.model if role == "student" else config.roles[role]
+            for expert in its.experts if own.path else ():
+                found[f"{role}/{expert}"] = digest.component(own.path, expert)
+        return json.dumps(found)
+
+    return json.loads(distributed.gather(distributed.everywhere(read))[0])
 
 
 def load(config, mesh, model: presets.ModelConfig, roles: dict) -> dict:

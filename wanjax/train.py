@@ -133,6 +133,7 @@ class _Job:
     evaluation: evaluate.Evaluation
     stream: Any  # data.prompts.PromptStream or data.latents.LatentStream
     item: Callable[[int], Item]  # data of a step
+    base: dict[str, str]  # digests of the weights that it starts from
     outside: dict[str, int] = field(default_factory=dict)  # of alarms.watch
 
 
@@ -224,7 +225,8 @@ def _job(
         validate=evaluate.validation(algorithm, run, stream, tools) if data.source else None,
     )  # fmt: skip
     item = stream.at if data.source else lambda step: of_texts(stream.at(step))
-    return _Job(config, run, algorithm, run_dir, tools, evaluation, stream, item)
+    base = setup.identify(config, run.model, run.roles)
+    return _Job(config, run, algorithm, run_dir, tools, evaluation, stream, item, base)
 
 
 def _evaluation_static(run: settings.Setup, algorithm: Algorithm, eval_plan) -> dict:
@@ -328,7 +330,11 @@ def _content(job: _Job, step: int) -> dict[str, dict]:
     """What a checkpoint knows about the data it was made with, and their cursor."""
     preview = job.evaluation.preview
     texts = distributed.fingerprint(preview.texts if preview else [])
-    return {"data": job.stream.state(step), "eval": {"step": step, "prompts": texts}}
+    return {
+        "data": job.stream.state(step),
+        "eval": {"step": step, "prompts": texts},
+        "base": {"step": step, **job.base},
+    }
 
 
 def _restore(job: _Job, state: states.State) -> states.State:
@@ -342,10 +348,11 @@ def _restore(job: _Job, state: states.State) -> states.State:
         now = _content(job, step)
         then = {part: meta.get(part, now[part]) for part in now}
         job.stream.resume(then["data"], config.allow_changes)
-        prompt_files.next_step(
-            then["eval"], now["eval"], "evaluation prompts", "the file of config.eval.prompts",
-            config.allow_changes,
-        )  # fmt: skip
+        for part, what, restore in (
+            ("eval", "evaluation prompts", "the file of config.eval.prompts"),
+            ("base", "base weights", "config.model.path, or that of the role"),
+        ):
+            prompt_files.next_step(then[part], now[part], what, restore, config.allow_changes)
         for part in now:
             found = prompt_files.differences(then[part], now[part])
             own = {"seed", "batch"}  # of the config, where their changes are noted

@@ -3,7 +3,8 @@
 A key of the config is of one of four kinds, by the lists below:
 
     FREE    how long, what is written, where and in what parts: the same run but for rounding
-    MOVED   where something lies: prompts and clips are compared by their digests, weights are not
+    MOVED   where something lies: prompts, clips, base weights and VAE are compared by their
+            digests, which the checkpoint has; adapters to start from and reward models are not
     FIXED   what the arrays of a checkpoint are for; cannot change once there is one
     others  change the result from here on: seed, rates, losses, sampling, precision, what is
             evaluated. Accepted only with config.allow_changes
