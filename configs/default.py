@@ -108,6 +108,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.reward = ConfigDict(allow_dotted_keys=True)  # see wanjax.rewards: name -> weight
     # a name that contains a dot (path, address, module) can only be set in a config file
     c.reward_failure = "stop"  # or "skip": a sample without a score gets its group's mean
+    c.reward_lost_steps = 3  # consecutive steps that may lose all scores; 0 = any number
     c.reward_deadline = 600.0  # seconds one reward may take per batch of samples
     # ---- GRPO ----
     c.advantage = "flow_grpo"  # flow_grpo, flow_grpo_global, miles, dance, unirl, gdpo
@@ -220,8 +221,8 @@ NUMBERS = {
         "guidance.high", "guidance.low", "sde.window", "sde.low_window",
         "sde.stride", "best_of", "kl.high", "kl.low", "awm.ema_kl_beta", "dmd2.guidance.*",
         "dmd2.ema_start", "dmd2.warm_steps", "dmd2.gan_*", "*optim.*.lr", "*optim.*.warmup",
-        "*optim.*.decay", "*optim.*.weight_decay", "*optim.*.clip_norm", "seed", "eval.samples",
-        "eval.steps", "eval.guidance.*",
+        "*optim.*.decay", "*optim.*.weight_decay", "*optim.*.clip_norm", "eval.samples",
+        "eval.steps", "eval.guidance.*", "reward_lost_steps",
     ),
     "above 0": (
         "lora.alpha", "reward_deadline", "adv_clip_max", "clip.*", "nft.beta", "awm.clip",
@@ -231,4 +232,5 @@ NUMBERS = {
         "nft.ema_decay", "dmd2.ema_decay", "*optim.*.b1", "*optim.*.b2",
     ),
     "in [0, 1]": ("data.caption_dropout",),
+    "in [0, 2**32)": ("seed", "eval.seed"),
 }  # fmt: skip

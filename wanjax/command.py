@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 import traceback
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -41,7 +42,8 @@ def parse(program: str, doc: str, needs: tuple[str, ...]) -> None:
             raise ValueError(f"unexpected argument {more[0]!r}{hint}")
         if missing:
             raise ValueError(f"--{missing[0]} is missing; --help shows the usage")
-        flags.FLAGS["config"].value.to_dict()  # of a file that is not there it raises only now
+        config: Any = flags.FLAGS["config"].value
+        config.to_dict()  # of a file that is not there it raises only now
     except Exception as error:  # a config is Python and may raise anything
         if "--debug" in sys.argv:
             raise

@@ -59,13 +59,18 @@ def run(job: Evaluation, state: states.State, step: int, writer=None) -> None:
         return
     result = job.validate(state) if job.validate else {}
     videos, scores = previews(job, state) if job.preview else ([], {})
-    result |= {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
+    known = {name: values[np.isfinite(values)] for name, values in scores.items()}
+    result |= {
+        f"eval/{name}": float(values.mean()) for name, values in known.items() if values.size
+    }
     if jax.process_index() != 0:
         return
     line, films = f"eval at step {step}: {_in_words(result)}", []
     if job.preview:
-        folder, films = _write_samples(job, step, videos, scores)
-        line += f" on {len(job.preview.texts)} prompts, videos in {folder}"
+        line += f" on {len(job.preview.texts)} prompts"
+        if videos:
+            folder, films = _write_samples(job, step, videos, scores)
+            line += f", videos in {folder}"
     disk.write_json(path, result)
     (writer.say if writer else print)(line)
     if writer:
@@ -164,7 +169,7 @@ def describe(summary: dict[str, Any]) -> list[str]:
     """The lines of a summary for the console: reward, success and loss, before and after."""
     lines = []
     for name in ("reward", "success", "loss"):
-        if f"{name}_after" in summary:
+        if {f"{name}_before", f"{name}_after"} <= summary.keys():
             before, after = summary[f"{name}_before"], summary[f"{name}_after"]
             on = "held-out clips" if name == "loss" else f"{summary['eval_prompts']} prompts"
             lines.append(f"{name:8} {before:.3f} -> {after:.3f} on {on}")
@@ -189,7 +194,10 @@ def _write_samples(job: Evaluation, step: int, videos, scores):
     assert job.preview is not None
     shown, texts = videos[: job.shown], job.preview.texts
     names = {name: name.split("/")[-1] for name in scores}
-    rows = [{names[n]: float(v[i]) for n, v in scores.items()} for i in range(len(shown))]
+    rows = [
+        {names[n]: float(v[i]) for n, v in scores.items() if np.isfinite(v[i])}  # the rest is lost
+        for i in range(len(shown))
+    ]
     folder = video.write_samples(
         job.run_dir, step, shown, texts[: len(shown)], job.model.sampling.fps,
         rows if scores else None,

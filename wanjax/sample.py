@@ -88,6 +88,8 @@ def _run(args) -> None:
     for flag in ("guidance_high", "guidance_low"):
         if not 0 <= (getattr(args, flag) or 0) < math.inf:
             raise ValueError(f"--{flag} is {getattr(args, flag)}; expected a number from 0 up")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed is {args.seed}; expected a number in [0, 2**32)")
     if args.merge and args.param_dtype in quant.DTYPES:
         raise ValueError(
             f"--merge into {args.param_dtype} would round most of the change away; leave it out, "

@@ -53,6 +53,7 @@ _HOLDS = {  # the rules of default.NUMBERS; none of them holds for nan
     "above 0": lambda x: x > 0,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in [0, 2**32)": lambda x: 0 <= x < 2**32,  # jax drops the higher bits
 }
 
 
@@ -69,6 +70,13 @@ def check(config: dict) -> None:
         for key in (key for pattern in patterns for key in fnmatch.filter(values, pattern)):
             if not _HOLDS[expected](values[key]):
                 raise ValueError(f"config.{key} is {values[key]}; expected {expected}")
+    for key, value in values.items():
+        if (
+            type(value) is int
+            and abs(value) >= 2**31
+            and key not in default.NUMBERS["in [0, 2**32)"]
+        ):
+            raise ValueError(f"config.{key} is {value}; expected a number below 2**31")
     if not config["name"]:
         raise ValueError("config.name is empty; expected the name of the run's folder")
     experts = config["experts"]

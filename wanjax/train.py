@@ -283,6 +283,7 @@ def _loop(job: _Job, state: states.State) -> states.State:
                 jax.block_until_ready(state.step)
             times |= metrics.speed(_flops(job, item), times)
             values = {**batch.metrics, **updated}
+            _check_lost(job, batch.metrics, step, saved)
             del batch, item  # gone before the next ones are made
             saver.check()
             _check_finite(previous, saved)
@@ -392,6 +393,18 @@ def _check_finite(previous, saved: int) -> None:
                 f"--config.allow_changes=True and a lower {' and '.join(names)}, or another "
                 "config.seed"
             )
+
+
+def _check_lost(job: _Job, values, step: int, saved: int) -> None:
+    """Stop a run that has had no reward for too long: it would train to its end on nothing."""
+    most, name = job.config.reward_lost_steps, "steps without a reward"
+    job.outside[name] = job.outside.get(name, 0) + 1 if values.get("reward/lost") == 1 else 0
+    if most and job.outside[name] >= most:
+        kept = f"checkpoint {saved} is kept" if saved else "no checkpoint has been saved"
+        raise rewards.RewardError(
+            f"step {step}, phase reward: all scores of the last {most} steps were lost for the "
+            f"reasons above; {kept}. Mend the reward, or set config.reward_lost_steps to 0 to go on"
+        )
 
 
 def _report_alarms(job: _Job, previous, look: Callable, writer, last: bool = False) -> None:

@@ -174,7 +174,7 @@ def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: i
     reward: see `combine`; weights: reward name -> weight; group: samples per prompt K.
     failure: "stop" raises RewardError, or FloatingPointError for a score that is not finite, with
     step and sample. "skip" gives each lost sample the mean of the rest of its group, so that its
-    advantage is zero and the others' mean does not change.
+    advantage is zero and the others' mean does not change; where all are lost, no reward is told.
     """
     try:
         scores, info = run(videos, texts, reward, weights, failure=failure)
@@ -193,12 +193,18 @@ def score(videos, texts, reward: Callable, weights: dict, *, group: int, step: i
         )
     scores_MPK = _filled(scores_MB.reshape(len(weights), -1, group), lost_B.reshape(-1, group))
     total_PK = np.einsum("m,mpk->pk", list(weights.values()), scores_MPK)
-    metrics = {
-        "reward/mean": total_PK.mean(),
-        "reward/std": total_PK.std(),
-        "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
-        **{f"reward/{label}": row.mean() for label, row in zip(labels, scores_MPK, strict=True)},
-    }
+    metrics = (
+        {}
+        if lost_B.all()
+        else {
+            "reward/mean": total_PK.mean(),
+            "reward/std": total_PK.std(),
+            "reward/zero_spread": advantages.zero_spread(total_PK).mean(),
+            **{
+                f"reward/{label}": row.mean() for label, row in zip(labels, scores_MPK, strict=True)
+            },
+        }
+    )
     for name, values in info.items():
         if (finite := np.isfinite(values)).any():
             metrics[name] = values[finite].mean()

@@ -52,7 +52,7 @@ FREE = (
         for name in ("attention", "context", "remat", "offload", "interleave", "text_encoder")
     ),
     # how rewards are asked and how long; a sample that got its score keeps it
-    *("reward_deadline", "reward_failure"),
+    *("reward_deadline", "reward_failure", "reward_lost_steps"),
     *(f"reward.http*[?]{name}" for name in ("batch", "parallel", "deadline", "retries", "wait")),
     *(f"reward.{name}*[?]batch" for name in _CLIP),
 )
