@@ -24,8 +24,9 @@ GRIDS: dict[str, Any] = {
     "eulerlin": lambda n, k: np.linspace(1.0, 1 / n, n),  # another name of it
     "simple": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],  # DanceGRPO, UniRL
     "unipc": lambda n, k: np.linspace(1.0, 0.001, n + 1)[:-1],  # diffusers UniPC
-    # original Wan UniPC, diffusers DPM++
-    "wan_unipc": lambda n, k: np.linspace(0.999, 0.0, n + 1)[:-1],
+    # original Wan UniPC, diffusers DPM++; their 0.999 is a float32 above the decimal number, which
+    # would give integer timesteps one lower
+    "wan_unipc": lambda n, k: np.linspace(float(np.float32(0.999)), 0.0, n + 1)[:-1],
     "wan_dpm": lambda n, k: np.linspace(1.0, 0.0, n + 1)[:-1],  # original Wan DPM++
     "explicit": None,  # they are given: diffusers set_timesteps(sigmas=...)
 }

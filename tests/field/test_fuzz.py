@@ -32,9 +32,9 @@ FORMATS = {  # suffix: encoder
     ".avi": "mpeg4", ".ts": "mpeg2video", ".gif": "gif",
 }  # fmt: skip
 PROMPTS = {
-    ".txt": "red\n# no\nblue --n ugly --d 3\n",
-    ".jsonl": '{"prompt": "red", "seed": 3}\n{"prompt": "blue", "negative": "ugly"}\n',
-    ".csv": 'prompt,seed\n"a red, round fox",3\nblue,4\n',
+    ".txt": "red\n# no\nblue\n",
+    ".jsonl": '{"prompt": "red"}\n{"prompt": "blue", "seed": null}\n"green"\n',
+    ".csv": 'prompt,seed\n"a red, round fox",\nblue,\n',
 }
 NUMBERS = (b"\xff" * 8, b"\0" * 8, b"\x7f" * 4, b"1e999", b"-1", b"NaN", b"\xef\xbb\xbf", b"\r\n")
 
