@@ -102,7 +102,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.sde.roll_back = True  # start over after the last window
     c.sde.include_last = False  # allow the last step, too peaked for the usual clip ranges
     # ---- data and reward ----
-    c.prompts = ""  # text file, one prompt per line, .jsonl or .csv; or shapes:train:2 (embedded grammar)
+    c.prompts = ""  # a line each, .jsonl or .csv; or shapes:train:2 (embedded grammar)
     c.prompts_per_step = 8
     c.group_size = 8  # samples per prompt
     c.reward = ConfigDict(allow_dotted_keys=True)  # see wanjax.rewards: name -> weight
