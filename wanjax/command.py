@@ -38,7 +38,7 @@ def parse(program: str, doc: str, needs: tuple[str, ...]) -> None:
         more = flags.FLAGS(sys.argv)[1:]
         missing = [name for name in needs if flags.FLAGS[name].value in (None, "")]
         if more:
-            hint = " (--config.KEY=VALUE sets a key)" if "=" in more[0] else ""
+            hint = " (keys are set as in --config.steps=100)" if "=" in more[0] else ""
             raise ValueError(f"unexpected argument {more[0]!r}{hint}")
         if missing:
             raise ValueError(f"--{missing[0]} is missing; --help shows the usage")

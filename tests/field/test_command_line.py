@@ -84,7 +84,7 @@ QUICK = "--config=configs/quickstart.py"
     Case(
         "steps=3 without dashes",
         "refused",
-        "wanjax.train: unexpected argument 'steps=3' (--config.KEY=VALUE sets a key)",
+        "wanjax.train: unexpected argument 'steps=3' (keys are set as in --config.steps=100)",
         (QUICK, "steps=3"),
     ),
     Case("no --config", "refused", "wanjax.train: --config is missing; --help shows the usage", ()),
