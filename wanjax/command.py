@@ -1,6 +1,6 @@
 """The command line of the programs that take a config: usage, and one line for what is wrong in it.
 
---config=FILE.py[:preset] --config.KEY=VALUE … and the program's own flags
+--config=FILE.py[:preset] --config.steps=100 … and the program's own flags
 """
 
 import difflib
