@@ -104,8 +104,7 @@ def _tensors(content: adapter.Adapter, expert, dialect: str, prefix: str) -> dic
 
 def _factors(module: str, pair: adapter.LowRank, dialect: str) -> tuple[np.ndarray, np.ndarray]:
     """(a, b) in the shapes that the reader of the dialect takes: those of peft have the kernel of a
-    convolution,
-    the others are matrices."""
+    convolution, the others are matrices."""
     if dialect != "diffusers" or not module.endswith("patch_embedding"):
         return pair.a, pair.b
     kernel = pair.kernel or _KERNEL
